@@ -46,7 +46,7 @@ def measure(column: str, settings: dict[str, Any], timing: dict[str, Any]) -> di
     shapes: list[list[int]] = []
 
     def first_view(batch: tuple[Any, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        views = batch[0] if isinstance(batch[0], tuple) else batch[:1]
+        views = batch[0] if isinstance(batch[0], list) else batch[:1]
         shapes[:] = [list(view.shape) for view in views]
         return views[0], batch[1]
 

@@ -9,6 +9,7 @@ from gpuprefetch.insight.doctor import DoctorReport, doctor
 from gpuprefetch.insight.selfcheck import SelfcheckReport, selfcheck
 from gpuprefetch.installed import tell_of_a_stranger as _tell_of_a_stranger
 from gpuprefetch.lists.convert import convert_transforms
+from gpuprefetch.lists.views import Views
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.explain import explain
 from gpuprefetch.migrate.parity import ParityReport, parity
@@ -17,7 +18,6 @@ from gpuprefetch.policies.per_image import PerImage
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.preprocess import preprocess
 from gpuprefetch.transforms.head import CenterCrop, RandomResizedCrop, Resize
-from gpuprefetch.transforms.views import Views
 
 __version__ = "0.2.0"
 __all__ = [

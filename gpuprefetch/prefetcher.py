@@ -37,9 +37,9 @@ from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.view import View
 from gpuprefetch.lists.snapshot import Snapshot
+from gpuprefetch.lists.views import Views
 from gpuprefetch.policies.known import title
 from gpuprefetch.transforms.head import Transform
-from gpuprefetch.transforms.views import Views
 
 # What an argument of the constructor is called; later it is fixed.
 _ARGUMENTS = {"device", *(option.name for option in fields(Options))}
@@ -96,6 +96,20 @@ _ADVICE = {
 }
 
 
+class _NoIteratorError(TypeError, AttributeError):
+    """``next(prefetcher)``: a prefetcher has no ``__next__``, as a ``DataLoader`` has none."""
+
+
+class _NoNext:
+    """Stands for ``__next__``, which ``next(prefetcher)`` asks for."""
+
+    def __get__(self, prefetcher: object, kind: type | None = None) -> NoReturn:
+        raise _NoIteratorError(
+            "a DataPrefetcher is no iterator, as a DataLoader is none: write prefetcher.next(), or "
+            "batches = iter(prefetcher) once and next(batches) for each batch."
+        )
+
+
 class DataPrefetcher:
     """Wrap a DataLoader: its batches arrive on the device, decoded and transformed ahead of time.
 
@@ -111,10 +125,10 @@ class DataPrefetcher:
             which gives the same results without streams.
         transforms: a pipeline of torchvision's, as it is; or a list of torchvision's transforms,
             kornia's, this library's own, and callables on an ``(N, C, H, W)`` batch; or
-            :class:`Views`. All but these callables sample for each image. The first ones (crop or
-            resize, flips, ``Normalize``) are fused into one launch, and the others run after it.
-            Values are in [0, 1] before ``Normalize``; after torchvision's crop of encoded images
-            they are uint8 until a conversion, as torchvision has it.
+            :class:`Views`, or a tuple of pipelines. All but these callables sample for each image.
+            The first ones (crop or resize, flips, ``Normalize``) are fused into one launch, and the
+            others run after it. Values are in [0, 1] before ``Normalize``; after torchvision's crop
+            of encoded images they are uint8 until a conversion, as torchvision has it.
         dtype: that of the images after the fused transforms; float32 by default.
         memory_format: that of the same images; contiguous by default.
         device_prefetch_size: batches that are ready or in preparation. None is two, more of batches
@@ -153,6 +167,7 @@ class DataPrefetcher:
     """
 
     _late = False  # whether the collate function runs after the transforms: see accelerate()
+    __next__ = _NoNext()
 
     def __init__(
         self,

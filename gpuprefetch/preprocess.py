@@ -11,9 +11,9 @@ import torch
 from gpuprefetch.core.nested import Batch
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import read_image
+from gpuprefetch.lists.views import Views
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import Transform
-from gpuprefetch.transforms.views import Views
 
 # A path, or the bytes of a file.
 File: TypeAlias = str | PathLike[str] | bytes | bytearray | memoryview | torch.Tensor | EncodedImage

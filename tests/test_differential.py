@@ -138,11 +138,11 @@ def of_draws(change):
     """The keys that random parameters are drawn from are changed."""
 
     def plant(monkeypatch):
-        whole = Head.draw
+        whole = Head.sample
         monkeypatch.setattr(
             Head,
-            "draw",
-            lambda self, sizes, keys, leaders: whole(self, sizes, change(keys), leaders),
+            "sample",
+            lambda self, sizes, keys, leaders=None: whole(self, sizes, change(keys), leaders),
         )
 
     return plant

@@ -1,5 +1,6 @@
 """Workers of a folder begin the next epoch ahead of time; nobody can tell but by the time."""
 
+import functools
 import gc
 import multiprocessing
 import shutil
@@ -9,7 +10,10 @@ from collections import namedtuple
 import pytest
 import torch
 from fakes import until
+from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Sampler, Subset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, accelerate
 from gpuprefetch.core.forecast import Forecast, draws_since
@@ -343,21 +347,46 @@ def test_ranks(photo_folder, persistent, numbered):
     assert_same(run(EncodedImageFolder(photo_folder)), run(Own(photo_folder)))
 
 
-def test_accelerate_and_views_of_folders(photo_folder):
-    from torchvision.datasets import ImageFolder
-    from torchvision.transforms import v2
+class AtOnce(ImageFolder):
+    """Its batches may be anything."""
 
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Indexed(ImageFolder):
+    def __getitem__(self, index):
+        return *super().__getitem__(index), index
+
+
+def opened(path):
+    return Image.open(path)
+
+
+# A folder that accelerate moves, and whether its epochs are read ahead of time.
+MOVED = {
+    "as it is": (ImageFolder, True),
+    "a loader": (functools.partial(ImageFolder, loader=opened), False),
+    "targets": (functools.partial(ImageFolder, target_transform=int), False),
+    "samples": (Indexed, False),
+    "batches": (AtOnce, False),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_accelerate_and_views_of_folders(photo_folder, name):
+    make, ahead = MOVED[name]
     pipeline = v2.Compose(
-        [v2.ToImage(), v2.RandomResizedCrop(16), v2.ToDtype(torch.float32, scale=True)]
+        [v2.RGB(), v2.ToImage(), v2.RandomResizedCrop(16), v2.ToDtype(torch.float32, scale=True)]
     )
-    folder = ImageFolder(photo_folder, pipeline)
+    folder = make(photo_folder, transform=pipeline)
     dataset = ConcatDataset([Subset(folder, range(8)), Subset(folder, range(12, 20))])
-    prefetcher = accelerate(loader_of(dataset, False))
+    prefetcher = accelerate(loader_of(dataset, False), print_plan=False)
     found = set()
     for _ in range(3):
         for _ in prefetcher:
             found |= alive()
-    assert len(found) == 2  # in all epochs
+    assert len(found) == (2 if ahead else 6)
 
 
 def test_replay_of_an_epoch_that_was_begun_ahead(photo_folder):

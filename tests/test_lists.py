@@ -391,7 +391,7 @@ def test_timms_ops_sample_for_each_image_or_are_refused():
     ):
         for given in (op, v2.Compose([v2.Identity(), op])):
             with pytest.raises(ValueError, match=text):
-                DataPrefetcher([noise(4)], transforms=[given], device="cpu")
+                list(DataPrefetcher([noise(4)], transforms=[given], device="cpu"))
 
 
 def of_module(module):
@@ -626,8 +626,9 @@ def test_explain_reads_a_pipeline_as_a_prefetcher_does():
         ("Normalize", "torchvision v2 on the batch"),
         ("RandomErasing", "one program"),
     ]
-    tensors = gpuprefetch.explain([v2.ColorJitter(0.4)])
-    assert "refused: ColorJitter cannot move to the device: it comes before the crop" in tensors
+    refused = gpuprefetch.explain([v2.ColorJitter(0.4), v2.RandomResizedCrop(9)])
+    assert "refused: ColorJitter cannot move to the device: no crop or resize before it" in refused
+    assert "one size" in gpuprefetch.explain([v2.ColorJitter(0.4)]).splitlines()[0]
 
 
 def test_timms_policies_come_before_a_conversion():

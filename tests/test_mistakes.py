@@ -30,8 +30,11 @@ def files(root):
 
 # What is given as transforms for a loader of files, and the end of the message.
 TRANSFORMS = [
-    ([v2.RandomHorizontalFlip()], r"Add a RandomResizedCrop, or a Resize and a CenterCrop, to it"),
-    ([v2.ColorJitter(0.4), PIPELINE], r"ColorJitter.*Put it after the crop, or call it in the da"),
+    ([v2.RandomHorizontalFlip()], r"equal size.*\.JPEG'.* v2\.Resize\(256\) and v2\.CenterCrop"),
+    (
+        [v2.ColorJitter(0.4), PIPELINE],
+        r"ColorJitter.*Put it after the crop, or add one .* or call it in the da",
+    ),
     ([v2.Resize(20), PIPELINE], r"RandomResizedCrop.*already.*Leave out what does so before it"),
     ([v2.Lambda(abs), PIPELINE], r"Lambda comes first .*transforms=\[gpuprefetch\.Random.*\]\.$"),
     ([v2.CenterCrop(16), v2.Normalize([0.5], [0.5])], r"Put v2\.ToDtype\(.*\) before it"),
@@ -58,7 +61,7 @@ TRANSFORMS = [
 
 @pytest.mark.parametrize(("transforms", "message"), TRANSFORMS)
 def test_in_transforms(photo_folder, transforms, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
         next(iter(DataPrefetcher(files(photo_folder), transforms=transforms, device="cpu")))
 
 
@@ -74,7 +77,7 @@ def test_a_compose_of_what_belongs_in_a_list_is_one(photo_folder):
 
 # What a folder gets whose loader is moved, and the end of the message.
 MOVED = [
-    (None, r"give it to the folder\.$"),
+    (None, r"has no transform.*ImageFolder\(root, transform\)"),
     (
         v2.Compose([v2.ColorJitter(0.4), PIPELINE]),
         r"ColorJitter.*Put it after the crop.*accelerate\(loader, keep_unknown=True\)\.$",
@@ -136,6 +139,20 @@ DATASET = r"DataLoader\(dataset, batch_size=\.\.\.\)"
             lambda root: gpuprefetch.doctor(EncodedImageFolder(root), print),
             rf"doctor\({DATASET}, step\)\.$",
         ),
+        (
+            lambda root: next(DataPrefetcher(files(root), device="cpu")),
+            r"write prefetcher\.next\(\), or batches = iter\(prefetcher\) once",
+        ),
+        (lambda root: v1.ToTensor()(first(root)), r"not decoded .* yet\. Pass transforms to Data"),
+        (lambda root: v1.PILToTensor()(first(root)), r"not decoded .* yet\. Pass transforms to"),
+        (lambda root: v1.functional.resize(first(root), 8), r"not decoded .* yet\. Pass transf"),
+        (lambda root: RandomResizedCrop(16, (8, 100)), r"write scale=\(0\.08, 1\.0\)\.$"),
+        (
+            lambda root: accelerated(
+                root, v2.Compose([v2.RandomResizedCrop(16, (8, 100)), PIPELINE])
+            ),
+            r"write scale=\(0\.08, 1\.0\)\.$",
+        ),
         (lambda root: RandomResizedCrop(224, 192), r"write RandomResizedCrop\(\(224, 192\)\)\.$"),
         (
             lambda root: DataPrefetcher(files(root), device="mps"),
@@ -164,3 +181,33 @@ def first(root):
 def test_attributes_that_are_not_there(photo_folder, name, message):
     with pytest.raises(AttributeError, match=message):
         getattr(DataPrefetcher(files(photo_folder), device="cpu", transforms=[CROP]), name)
+
+
+# What cannot move comes first. The message says what to write, and not to ask another function of
+# this library that sends back here.
+FIRST = {
+    "another size for each": v2.RandomShortestSize((20, 24)),
+    "a function": lambda picture: picture.rotate(90),
+    "a color": v2.ColorJitter(0.4),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_convert_transforms_does_not_lead_in_a_circle(photo_folder, name):
+    ops = [FIRST[name], PIPELINE]
+    with pytest.raises(ValueError, match=r"call it in the dataset, on the decoded image") as error:
+        gpuprefetch.convert_transforms(v2.Compose(ops))
+    assert "accelerate" not in str(error.value)
+    # What the message ends with.
+    decoded = ImageFolder(photo_folder, v2.Compose([v2.CenterCrop(30), *ops]))
+    images, _ = next(iter(DataPrefetcher(DataLoader(decoded, 4), device="cpu")))
+    assert images.shape == (4, 3, 16, 16)
+
+
+def test_the_advice_for_what_comes_before_the_crop_works(photo_folder):
+    color = v2.ColorJitter(0.4)
+    with pytest.raises(ValueError, match=r"add one before it \(v2\.RandomResizedCrop\(224\), or"):
+        accelerated(photo_folder, v2.Compose([color, PIPELINE]))
+    for crops in ([v2.RandomResizedCrop(16)], [v2.Resize(20), v2.CenterCrop(16)]):
+        moved = accelerated(photo_folder, v2.Compose([*crops, color, *PIPELINE.transforms[1:]]))
+        assert next(iter(moved))[0].shape[1:] == (3, 16, 16)

@@ -495,7 +495,7 @@ def test_what_works_in_place_does_not_write_into_the_dataset(name, workers, devi
     prefetcher = DataPrefetcher(loader, device=device, transforms=IN_PLACE[name])
     for _ in range(3):
         for images, _ in prefetcher:
-            for view in images if isinstance(images, tuple) else (images,):
+            for view in images if isinstance(images, list) else (images,):
                 assert torch.equal(view.cpu(), torch.full((4, 3, 64, 64), 2.0))
     assert dataset.images.eq(1).all()
 

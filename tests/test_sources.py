@@ -11,6 +11,7 @@ import re
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -242,9 +243,15 @@ def test_a_record_that_holds_the_magic_number_is_read_as_it_was_written(recipe, 
             recipe.read_record(file, 4)
 
 
-def test_images_go_to_jax_without_a_copy(monkeypatch):
+def lines_of(framework):
     page = (FOLDER.parents[1] / "docs" / "sources.md").read_text()
-    (code,) = (c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "dlpack" in c)
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code,) = (block for block in blocks if "dlpack" in block and f"import {framework}" in block)
+    return code
+
+
+def test_images_go_to_jax_without_a_copy(monkeypatch):
+    code = lines_of("jax")
     if importlib.util.find_spec("jax") is None:  # NumPy takes DLPack as well
         monkeypatch.setitem(sys.modules, "jax", types.ModuleType("jax"))
         monkeypatch.setitem(sys.modules, "jax.numpy", np)
@@ -256,6 +263,21 @@ def test_images_go_to_jax_without_a_copy(monkeypatch):
     ((images, target),) = batches
     assert np.asarray(names["images"]).ctypes.data == images.data_ptr()
     assert names["target"].tolist() == target.tolist()
+
+
+@pytest.mark.parametrize(
+    ("framework", "inner"), [("tensorflow", "experimental"), ("paddle", "utils")]
+)
+def test_images_go_to_other_frameworks_without_a_copy(monkeypatch, framework, inner):
+    # Neither need be there: torch takes DLPack where they would.
+    taken = types.SimpleNamespace(dlpack=types.SimpleNamespace(from_dlpack=torch.from_dlpack))
+    monkeypatch.setitem(sys.modules, framework, types.SimpleNamespace(**{inner: taken}))
+    monkeypatch.setattr(torch.cuda, "current_stream", Mock())
+    batches = list(DataPrefetcher([[torch.rand(4, 3, 8, 8), torch.arange(4)]], device="cpu"))
+    names = {"torch": torch, "table_loader": batches}
+    exec(lines_of(framework), names)
+    for name, given in zip(("images", "target"), batches[0], strict=True):
+        assert names[name].data_ptr() == given.data_ptr() and torch.equal(names[name], given)
 
 
 def test_a_custom_op_cuts_each_image_into_four(photo_folder, monkeypatch, capsys):

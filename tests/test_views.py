@@ -48,7 +48,7 @@ def loader_of(files, device="cpu", workers=0, transforms=TWO, **options):
 def images_of(prefetcher):
     """Of each view all images of an epoch."""
     batches = [images for images, _ in prefetcher]
-    batches = [images if isinstance(images, tuple) else (images,) for images in batches]
+    batches = [images if isinstance(images, list) else (images,) for images in batches]
     return [torch.cat(view) for view in zip(*batches, strict=True)]
 
 
@@ -188,15 +188,17 @@ REFUSED = {
     ),
     "a view of any size": (
         lambda files, folder: list(loader_of(files, transforms=Views(CROP, [v2.RandomInvert()]))),
-        ValueError,
-        "different sizes",
+        RuntimeError,
+        "equal size",
     ),
     "a view of any size, of a folder": (
-        lambda files, folder: DataPrefetcher(
-            DataLoader(EncodedImageFolder(folder)), transforms=Views(CROP, [Resize(9)])
+        lambda files, folder: list(
+            DataPrefetcher(
+                DataLoader(EncodedImageFolder(folder), 4), transforms=Views(CROP, [Resize(9)])
+            )
         ),
-        ValueError,
-        "different sizes",
+        RuntimeError,
+        "equal size",
     ),
     "targets that move": (
         lambda files, folder: beside_masks(files),

@@ -22,9 +22,9 @@ from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.tail import moves_pixels
 from gpuprefetch.images.tolerance import Tolerance
 from gpuprefetch.images.view import View
+from gpuprefetch.lists.views import lists_of
 from gpuprefetch.lists.walk import Transforms
 from gpuprefetch.transforms.kernel import HAS_TRITON
-from gpuprefetch.transforms.views import Views
 
 
 def build_stage(
@@ -36,7 +36,7 @@ def build_stage(
     """
     options.check()
     transforms = options.transforms
-    lists = transforms.lists if isinstance(transforms, Views) else [transforms]
+    lists = lists_of(transforms)
     views = [_view(each, loader, options.dtype, options.memory_format) for each in lists]
     programs = tuple(view.program for view in views)
     decoder = _decoder(options.decoder, device)

@@ -41,7 +41,9 @@ _ENCODED = (
 # What to do about the errors of collate functions, by words in their texts.
 _HINTS = {
     r"PIL\.": _ENCODED,
-    r"stack expects .* got \[\d+, \d+, \d+\]": f"Images get one size on the device. {_ENCODED}",
+    r"stack expects .* got \[\d+, \d+, \d+\] at entry \d+ and": (
+        f"Images get one size on the device. {_ENCODED}"
+    ),
     "NoneType": "A sample holds None. In place of a row with a file's bytes return "
     "EncodedImage(bytes, index), and leave out what is None.",
     "EncodedImage": "Leave collate_fn out, or call torch's default_collate in it for the images.",
@@ -133,7 +135,8 @@ class HostStage:
         began = time.perf_counter()
         if not packer.programs:
             return
-        for view, (program, head) in enumerate(zip(packer.programs, packer.heads, strict=True)):
+        heads = images.sized(packer.heads)
+        for view, (program, head) in enumerate(zip(packer.programs, heads, strict=True)):
             images.made.layouts.append([])
             if program is None:
                 continue

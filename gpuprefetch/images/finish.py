@@ -137,5 +137,5 @@ def _result(leaf: Leaf) -> Batch:
 
 
 def one_or_all(results: Sequence[object]) -> Batch:
-    """What the loop gets for its images: the result of one view, or a tuple of several."""
-    return tuple(results) if len(results) > 1 else results[0]
+    """What the loop gets for its images: the result of one view, or a list of several."""
+    return list(results) if len(results) > 1 else results[0]

@@ -61,6 +61,23 @@ def read_open(file: BinaryIO, size: int) -> bytes:
     return file.read() if worth == size else file.read(worth)
 
 
+_SPLITS = frozenset("train training val valid validation test testing dev eval".split())
+
+
+def _refuse_splits(root: str, samples: list[tuple[str, int]], classes: list[str]) -> None:
+    """Refuse folders that have the names of splits, and whose files are in folders of classes."""
+    if not _SPLITS.issuperset(map(str.lower, classes)):
+        return
+    deep = all(Path(path).relative_to(root).parts[1:-1] for path, _ in samples)
+    if deep:
+        first = Path(root) / classes[0]
+        raise ValueError(
+            f"{root!r} has the splits {', '.join(classes)}, which would become the classes. Take "
+            f"one of them: EncodedImageFolder({str(first)!r}). If they are classes, put their "
+            "files into them without another folder in between."
+        )
+
+
 class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
     """torchvision's ``ImageFolder`` with encoded bytes in its samples: ``root/class/.../file.jpg``.
 
@@ -80,6 +97,8 @@ class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
 
     Raises:
         FileNotFoundError: if ``root`` has no class folders, or a class has no sample.
+        ValueError: if ``root`` has the splits of a dataset, such as ``train/`` and ``val/``, in
+            place of its classes.
         TypeError: for a ``transform``.
     """
 
@@ -108,6 +127,7 @@ class EncodedImageFolder(Dataset[tuple[EncodedImage, Any]]):
                 "a folder without classes write a Dataset that returns "
                 "EncodedImage(path.read_bytes(), index, path)."
             ) from error
+        _refuse_splits(folder.root, folder.samples, folder.classes)
         self.root = folder.root
         self.classes: list[str] = folder.classes
         self.class_to_idx: dict[str, int] = folder.class_to_idx

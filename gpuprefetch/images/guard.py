@@ -31,11 +31,50 @@ _PASS = frozenset(
 )
 
 
+class _Faults(threading.local):
+    """The messages of all :class:`UndecodedError` of this thread, also of those that are caught.
+
+    A dataset that catches the error of one sample, and gives another sample, must not go unnoticed.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[str] | None = None  # None while nobody notes them
+
+    def __enter__(self) -> list[str]:
+        self.messages = messages = list[str]()
+        return messages
+
+    def __exit__(self, *error: object) -> None:
+        self.messages = None
+
+    def add(self, message: str) -> None:
+        if self.messages is not None:
+            self.messages.append(message)
+
+
+faults = _Faults()
+
+
 class UndecodedError(AttributeError, TypeError):
     """An encoded image was used as a picture; the message says by what."""
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        faults.add(str(self))
 
-class Encoded:
+
+class _NotDecoded(type):
+    """The classes of encoded images.
+
+    Who takes pictures alone names the class of what came instead: "Got <class ...>".
+    """
+
+    def __repr__(cls) -> str:
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        return f"<class '{name}'>, which is not decoded and transformed yet. {_WHERE}"
+
+
+class Encoded(metaclass=_NotDecoded):
     """Stands for a picture until a prefetcher decodes it. It has no attribute of a picture."""
 
     __slots__ = ()

@@ -11,9 +11,9 @@ import torch
 
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.decode import ImageDecoder
+from gpuprefetch.lists.views import Views
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.reference import FLOAT_DTYPES
-from gpuprefetch.transforms.views import Views
 
 
 @dataclass(frozen=True)

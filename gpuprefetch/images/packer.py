@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -352,7 +353,12 @@ class Packing:
         headers = Headers(images, apply_exif=packer.apply_exif)
         samples = self._samples.of(images)
         keys = packer.keys(samples)
-        rows = self._samplings(images, samples, keys, headers)
+        samplings = self._samplings(images, samples, keys, headers)
+        rows = [each.rows for each in samplings]
+        sizes = [each.size for each in samplings if each.size is not None]
+        if sizes:
+            heads = [head.sized(size) for head, size in zip(packer.heads, sizes, strict=True)]
+            packer = replace(packer, heads=tuple(heads))
         who = Identities(
             indices=np.array([image.index for image in images], dtype=np.int64),
             names=np.array([sample.name for sample in samples], dtype=np.int64),
@@ -362,8 +368,9 @@ class Packing:
         )
         packed, decoding = packer.pack(images, headers, rows, who, self._share)
         plan, ends = packer.plan(packed)
-        made = Results(out=packer.finish(packed))
-        reading = packer.read_seconds(images)
+        keeps_size = any(head.keeps_size for head in packer.heads)
+        made = Results(sizes=sizes if keeps_size else (), out=packer.finish(packed))
+        reading = self._packer.read_seconds(images)
         ready = int(packed.decoded.sum())
         report = Report(
             share=self._share,
@@ -373,7 +380,7 @@ class Packing:
                 "encoded_bytes": packed.regions.pixels_end,
                 "read_seconds": reading,
                 "worker_decode_seconds": decoding,
-                "collate_seconds": packer.packed() - began - decoding,
+                "collate_seconds": self._packer.packed() - began - decoding,
             },
             remarks=self._remarks(images, headers),
         )
@@ -417,6 +424,13 @@ class Packing:
                 "Views gives several pictures of an image, and boxes, masks and points can follow "
                 "one. Return plain tensors, as mask.as_subclass(torch.Tensor), or leave them out."
             )
+        if found is None and head.keeps_size:
+            found = walk(given)
+            if found.images and found.followers:
+                raise ValueError(
+                    "Boxes, masks and points follow an image that the transforms give a size. "
+                    "Start the list with a crop or a resize, as v2.Resize((480, 640))."
+                )
         followed = given if others else follow(given, head.size, sample_for)
         if followed is not given:
             self._following = True
@@ -429,14 +443,14 @@ class Packing:
         samples: Sequence[Sample],
         keys: Keys,
         headers: Headers,
-    ) -> list[Doubles | None]:
-        """The sampling of each view: None where it has no fixed size."""
+    ) -> list[_Sampled]:
+        """The sampling of each view."""
         packer = self._packer
         if len(packer.heads) > 1:
             for head in packer.heads:
                 require_fixed_size(head, ())
-        if not packer.sizes:
-            return [None]
+        if not (packer.sizes or any(head.keeps_size for head in packer.heads)):
+            return [_Sampled(None, None)]
         if self._following:
             followed = [image._row for image in images if image._row is not None]
             if len(followed) < len(images):
@@ -444,16 +458,51 @@ class Packing:
                     "The collate function made new EncodedImages, but boxes, masks or points have "
                     "been moved with those of the samples. Let it pass these on."
                 )
-            rows: list[Doubles] = [np.stack(followed)]
+            (head,) = packer.heads
+            sampled = [_Sampled(np.stack(followed), head.size)]
         else:
-            leaders = _leaders(samples, headers)
-            rows = [
-                head.draw(headers.sizes, head_keys(keys, view), leaders)
-                for view, head in enumerate(packer.heads)
-            ]
-        for each, size in zip(rows, packer.sizes, strict=True):
-            check_rows(each, headers.sizes, size)
-        return [*rows]
+            sampled = []
+            for view, head in enumerate(packer.heads):
+                sizes = headers.sizes
+                leaders = _leaders(samples, headers)
+                if head.keeps_size:  # bad images, whose sizes are made up, get that of the others
+                    bad = ~headers.whole
+                    common = sizes[headers.whole][:1] if headers.whole.any() else 1
+                    sizes = sizes.copy()
+                    sizes[bad] = common
+                    leaders[bad] = common
+                sampling = head.sample(sizes, head_keys(keys, view), leaders)
+                size = head.size or _one_size(sampling.length.astype(int), images)
+                sampled.append(_Sampled(sampling.rows(), size))
+        for each in sampled:
+            assert each.rows is not None and each.size is not None
+            check_rows(each.rows, headers.sizes, each.size)
+        return sampled
+
+
+class _Sampled(NamedTuple):
+    """The sampling of a view: ``(N, 2, 6)`` rows, and the size of its result; None without one."""
+
+    rows: Doubles | None
+    size: Size | None
+
+
+def _one_size(sizes: Ints, images: Sequence[EncodedImage]) -> Size:
+    """The size that the results of all images have, of ``(N, 2)`` sizes."""
+    if (others := np.flatnonzero((sizes != sizes[0]).any(axis=1))).size:
+        other = int(others[0])
+        shapes = [f"[3, {', '.join(map(str, sizes[i].tolist()))}]" for i in (0, other)]
+        names = [name_of(images[i].index, images[i].path) for i in (0, other)]
+        # torch's own words, which loops may look for.
+        raise RuntimeError(
+            f"stack expects each tensor to be equal size, but got {shapes[0]} at entry 0, "
+            f"{names[0]}, and {shapes[1]} at entry {other}, {names[1]}. Start the transforms "
+            "with what gives images one size: v2.RandomResizedCrop(224) for training, or "
+            "v2.Resize(256) and v2.CenterCrop(224) for validation. If a function of your own does "
+            "so, let the workers run it: accelerate(loader, keep_unknown=True)."
+        )
+    height, width = sizes[0].tolist()
+    return height, width
 
 
 _ALIKE = (

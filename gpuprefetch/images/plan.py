@@ -234,7 +234,7 @@ def cost_of(batch: Batch, heads: Sequence[Head], copies: int = 1) -> ImageCost:
     total = ImageCost()
     for leaf in objects(batch, is_encoded):
         if isinstance(leaf, PreparedImages):
-            total += _cost_of_images(leaf, heads, copies)
+            total += _cost_of_images(leaf, leaf.sized(heads), copies)
         else:
             total += ImageCost(fixed=sum(tensor.nbytes for tensor in tensors(leaf)))
     return total

@@ -17,10 +17,12 @@ from gpuprefetch.images.guard import Encoded
 from gpuprefetch.images.nvjpeg import order_for
 from gpuprefetch.images.slab import Buffer
 from gpuprefetch.policies.ops_launch import Layout
+from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import Launches, Table, by_place
 from gpuprefetch.transforms.launch_table import Words
 from gpuprefetch.transforms.random import Keys
 from gpuprefetch.transforms.reference import Doubles, Ints
+from gpuprefetch.transforms.sampling import Size
 
 
 @dataclass(slots=True)
@@ -167,6 +169,8 @@ class Report:
 class Results:
     """What a worker has made of its batch besides the buffer."""
 
+    # (height, width) of the result of each view, if the images say it; else empty.
+    sizes: Sequence[Size] = ()
     # The result of each view, where the fused transforms run in the worker.
     out: list[torch.Tensor] = field(default_factory=list)
     # Random parameters of the first transform after the fused ones, one entry a view. Empty if that
@@ -274,6 +278,13 @@ class PreparedImages(PackedImages, Encoded):
     def note_targets(self, targets: Fate | None) -> None:
         """Note what the collate function did with the targets beside the images."""
         self.targets = targets
+
+    def sized(self, heads: Sequence[Head]) -> list[Head]:
+        """The fused transforms of each view, with the size of the images where that is kept."""
+        sizes = self.made.sizes
+        if not sizes:
+            return list(heads)
+        return [head.sized(size) for head, size in zip(heads, sizes, strict=True)]
 
     def words(self, view: int) -> Words:
         """``(N,)``, what a view's launch table has of each image, in the order of the batch."""

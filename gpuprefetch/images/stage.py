@@ -179,7 +179,7 @@ class Pipeline:
             for view in self.views:
                 if view.head.names or view.tail or view.refused:
                     view.require_files()
-            jobs.append(ImageJob(leaf, heads, self.decoding, self.learned))
+            jobs.append(ImageJob(leaf, leaf.sized(heads), self.decoding, self.learned))
             return jobs[-1]
 
         with Timed(self.stats, "copy"):

@@ -37,6 +37,9 @@ class Steady:
         """What a dataset's samples are made of; None where that is not known."""
         identity = id(getattr(dataset, "__dict__", dataset))
         reads = getattr(type(dataset), "__getitem__", None)
+        at_once = getattr(type(dataset), "__getitems__", None)  # which torch's fetcher prefers
+        if at_once not in (None, Subset.__getitems__):
+            return None
         if reads is Subset.__getitem__:
             indices = dataset.indices
             if not isinstance(indices, (list, tuple, range)) or len(indices) > MOST:

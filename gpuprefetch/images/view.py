@@ -13,7 +13,7 @@ import torch
 from gpuprefetch.core.nested import Batch
 from gpuprefetch.images.tail import run, run_alike
 from gpuprefetch.lists.fused import is_kornia
-from gpuprefetch.lists.refused import require_fixed_size
+from gpuprefetch.lists.refused import gives_size, require_fixed_size
 from gpuprefetch.lists.values import ValueCheck
 from gpuprefetch.lists.walk import (
     Plan,
@@ -41,7 +41,7 @@ class View:
 
         [v2.CenterCrop(9)]                     both: decoded images in one launch, tensors by the op
         [v2.CenterCrop(9), v1.ToTensor()]      decoded images
-        [v2.ToDtype(torch.float32, True), op]  tensors: decoded images would keep their sizes
+        [op, v2.CenterCrop(9)]                 tensors: decoded images have no size before it
     """
 
     plan: Plan
@@ -145,7 +145,8 @@ class View:
         The values that it gets must be known: it comes after no Normalize.
         """
         first = self.tail[0] if self.tail else None
-        known = self.head.size is not None and not (self.head.mean or self.head.std)
+        sized = self.head.size is not None or self.head.keeps_size
+        known = sized and not (self.head.mean or self.head.std)
         return first if known and type(first) is PerImage and first.seed is None else None
 
     def run_tail(
@@ -204,7 +205,13 @@ def _view_of(
         plan = plan.then(cast)
         cast = Cast(None, None)
     tail = levels_for_program(plan.head, plan.tail, cast)
-    head = replace(plan.head, dtype=cast.dtype, memory_format=cast.memory_format)
+    # A list without a crop is for images of one size. A crop that the launch does not take, and
+    # that comes after it, is for others.
+    changes = bool(plan.head.names or plan.tail)
+    keeps_size = changes and plan.head.size is None and not any(map(gives_size, plan.tail))
+    head = replace(
+        plan.head, dtype=cast.dtype, memory_format=cast.memory_format, keeps_size=keeps_size
+    )
     if tail is None:
         return View(plan, head, plan.tail, False, ValueCheck(head, plan.tail))
     head = replace(head, dtype=torch.uint8, memory_format=None)

@@ -24,7 +24,7 @@ def costs(loader: Loader, device: torch.device, count: int) -> str:
     try:
         if not isinstance(loader, DataPrefetcher):
             folders = folders_of(loader)
-            found = _timed(pipeline_of(folders), picture_of(folders[0]), torch.device("cpu"))
+            found = _timed(pipeline_of(folders), picture_of(loader.dataset), torch.device("cpu"))
             where = "of an image, in the workers"
         else:
             found = []

@@ -18,6 +18,7 @@ from typing import Self
 
 import torch
 
+from gpuprefetch.policies.each import Each
 from gpuprefetch.policies.known import constants, is_on_device, name_of
 from gpuprefetch.policies.per_image import Cast, ToFloat, ToUint8
 from gpuprefetch.policies.registry import Is, LibraryOp, has, row_of
@@ -61,7 +62,7 @@ class Form:
             return replace(self, dtype=op.dtype or self.dtype)
         if (found := constants(op)) is not None:
             return replace(self, values=Values.UNIT if undoes(*found) else Values.NORMALIZED)
-        if name_of(op) is None and not is_on_device(op):
+        if isinstance(op, Each) or (name_of(op) is None and not is_on_device(op)):
             return replace(self, values=Values.UNKNOWN)
         if type(op).__name__ == "Denormalize":
             return replace(self, values=Values.UNIT)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.policies.known import flatten, name_of, parts_of, samples_once, title
 from gpuprefetch.policies.per_image import ToFloat, ToUint8
 from gpuprefetch.policies.registry import Is, LibraryOp, has, is_or_extends
@@ -99,19 +100,32 @@ def _refuse_mixing(op: LibraryOp) -> None:
             )
 
 
-def _refuse_foreign(op: LibraryOp) -> None:
-    function = op
-    while isinstance(function, functools.partial):
-        function = function.func
+def is_foreign(op: LibraryOp) -> bool:
+    """Whether an op is of another library's, for anything but one tensor (C, H, W)."""
+    return any(what is not _TENSOR for _, what in _foreign(op))
+
+
+def _foreign(op: LibraryOp) -> Iterator[tuple[str, str]]:
+    """The other library that an op or one of its bases is of, and what that one's ops are for."""
+    function = _function_of(op)
     # A function has its own module and name.
     kinds = [function] if hasattr(function, "__name__") else type(function).__mro__
     for kind in kinds:
         module = f"{getattr(kind, '__module__', None)}."
-        what = next((what for name, what in FOREIGN.items() if module.startswith(f"{name}.")), None)
-        if what is None:
-            continue
-        library = module.partition(".")[0]
-        name = getattr(function, "__name__", type(function).__name__)
+        for name, what in FOREIGN.items():
+            if module.startswith(f"{name}."):
+                yield module.partition(".")[0], what
+
+
+def _function_of(op: LibraryOp) -> LibraryOp:
+    while isinstance(op, functools.partial):
+        op = op.func
+    return op
+
+
+def _refuse_foreign(op: LibraryOp) -> None:
+    for library, what in _foreign(op):
+        name = title(_function_of(op))
         owner = f"{library}'" if library.endswith("s") else f"{library}'s"
         text = f"{owner} {name} {what}. Call it in the dataset, on the decoded image"
         if (call := _CALLS.get(what)) is not None:
@@ -190,9 +204,16 @@ def refuse_within_kornia(transform: LibraryOp) -> None:
                 )
 
 
+def gives_size(transform: LibraryOp) -> bool:
+    """Whether a transform, or one that it is made of, is to give images of any sizes one."""
+    known = name_of(from_timm(transform)) is not None
+    own = fixes_size(transform) if known else is_or_extends(transform, Is.CROPS)
+    return own or any(map(gives_size, parts_of(transform)))
+
+
 def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
     """Raise a ValueError for fused transforms that do not give decoded images one size."""
-    if head.size is not None:
+    if head.size is not None or head.keeps_size:
         return
     names = ", ".join(head.names)
     stop = names or "an empty list"

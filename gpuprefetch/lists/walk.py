@@ -18,13 +18,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import NoReturn
 
 import numpy as np
 import torch
 
 from gpuprefetch.core.report import Printed, columns
-from gpuprefetch.lists.forms import Form
+from gpuprefetch.lists.forms import Form, Values
 from gpuprefetch.lists.fused import (
     NEAREST_TIES,
     as_float32,
@@ -33,9 +34,18 @@ from gpuprefetch.lists.fused import (
     in_launch,
     is_kornia,
 )
-from gpuprefetch.lists.refused import refuse_in_list, refuse_once_a_batch, refuse_within_kornia
+from gpuprefetch.lists.processor import image_processor, list_of_processor
+from gpuprefetch.lists.refused import (
+    gives_size,
+    is_foreign,
+    refuse_in_list,
+    refuse_once_a_batch,
+    refuse_within_kornia,
+)
 from gpuprefetch.lists.rgb import makes_rgb
+from gpuprefetch.lists.views import Views, lines_for
 from gpuprefetch.policies.compile import COMPILERS, FILTERS, compiled
+from gpuprefetch.policies.each import Each
 from gpuprefetch.policies.known import (
     UnsupportedTransformError,
     checked,
@@ -48,22 +58,39 @@ from gpuprefetch.policies.known import (
     title,
     twin,
 )
-from gpuprefetch.policies.per_image import Cast, Loop, PerImage, ToFloat, ToUint8, grouped
+from gpuprefetch.policies.per_image import (
+    Cast,
+    Loop,
+    PerImage,
+    ToFloat,
+    ToUint8,
+    each_image,
+    grouped,
+)
 from gpuprefetch.policies.registry import Is, LibraryOp, has, rows_of
-from gpuprefetch.policies.timm import from_timm, samples_sizes, why_not
+from gpuprefetch.policies.timm import from_timm, samples_sizes, timm_class, why_not
 from gpuprefetch.transforms.head import RESIZE_FILTERS, FusedTransform, Head, Transform
 from gpuprefetch.transforms.sampling import HeadOp
-from gpuprefetch.transforms.views import Views
 
 # What a prefetcher takes: a list, one transform, or nothing.
 Transforms = Transform | Sequence[Transform] | None
 
 FUSED = "fused launch"
+NOTHING = "nothing to do"
+WORKERS = "worker CPU"
+IN_DATASET = (
+    "call it in the dataset, on the decoded image, with all ops before it and up to the crop"
+)
 _IN_WORKERS = (
     "let the workers decode, and run all up to it and the crop: accelerate(loader, "
     "keep_unknown=True)"
 )
 _IN_LAUNCH = "its result is in [0, 1]"
+_OWN = (
+    "one that takes a tensor (C, H, W) after the crop and the conversion to tensors, where it runs "
+    "on the device, image by image"
+)
+_OWN_COSTS = "a call for each image, not one a batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +105,12 @@ class Step:
     @property
     def name(self) -> str:
         return title(self.source)
+
+    def row(self, device: str) -> tuple[str, str, str, str]:
+        """The step in a table: its name, what it runs on, how, and what differs."""
+        if self.where == WORKERS:
+            return self.name, WORKERS, self.note, ""
+        return self.name, "" if self.where == NOTHING else device, self.where, self.note
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -108,20 +141,37 @@ class Plan(Printed):
             tail=grouped([*self.tail, transform]),
         )
 
+    def table(self, device: str) -> str:
+        """A line for each op, where those that moved run on ``device``."""
+        header = ("transform", "runs on", "how", "what differs")
+        rows = [header, *(step.row(device) for step in self.steps)]
+        return columns((f"  {name}", *rest) for name, *rest in rows)
+
     def __str__(self) -> str:
-        return columns((f"  {step.name}", step.where, step.note) for step in self.steps)
+        return self.table("device")
 
 
 def convert(
-    pipeline: LibraryOp, *, batched: torch.Tensor | None = None, pictures: bool = False
+    pipeline: LibraryOp,
+    *,
+    batched: torch.Tensor | None = None,
+    pictures: bool = False,
+    takes_own: bool = True,
+    instead: str = _IN_WORKERS,
 ) -> Plan:
     """What becomes of a pipeline of torchvision's, all of which must move to the device.
 
-    ``batched`` is one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
-    ``pictures`` says that the pipeline gets PIL images for sure, and not perhaps tensors; its batch
-    is made of them.
+    Args:
+        pipeline: an op, or several.
+        batched: one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
+        pictures: whether the pipeline gets PIL images for sure, and not perhaps tensors; its batch
+            is made of them.
+        takes_own: whether a user's own function may run on the device, image by image, where images
+            are tensors of one size.
+        instead: what an error says of an op that cannot move.
     """
-    form = Form(is_picture=pictures)
+    ops = [*flatten(pipeline)]
+    form = Form(is_picture=pictures, is_sized=not any(map(gives_size, ops)))
     if batched is not None:
         form = replace(
             form,
@@ -135,9 +185,10 @@ def convert(
         is_pipeline=True,
         is_rgb=batched is None,
         holds_float=batched is None or form.is_float,
-        instead=_IN_WORKERS,
+        instead=instead,
+        takes_own=takes_own,
     )
-    for op in flatten(pipeline):
+    for op in ops:
         walk.take_theirs(op)
     return walk.finish_pipeline()
 
@@ -151,13 +202,16 @@ def read_for_tensors(transforms: Transforms) -> Plan:
 
 
 def read_for_files(transforms: Transforms) -> Plan:
-    """What becomes of a list where images are decoded, and have different sizes.
+    """What becomes of a list where images are decoded.
+
+    They have different sizes, unless nothing in the list gives them one.
 
     Raises:
         UnsupportedTransformError: for an op of torchvision's that stands where it cannot run.
     """
-    walk = _Walk(Form(), is_pipeline=True)
-    for op in _checked(transforms):
+    ops = _checked(transforms)
+    walk = _Walk(Form(is_sized=not any(map(gives_size, ops))), is_pipeline=True)
+    for op in ops:
         walk.take(op)
     return walk.finish()
 
@@ -202,6 +256,8 @@ def _opened(transform: LibraryOp) -> list[LibraryOp]:
 
     if isinstance(transform, (list, tuple)):
         return [transform]
+    if (processor := image_processor(transform)) is not None:
+        return list_of_processor(processor)
     ops = [*flatten(transform)]
     for number, op in enumerate(ops):
         sized = any(_is_theirs(later, Is.CROPS) for later in ops[number + 1 :])
@@ -230,13 +286,13 @@ def _may_be_alone(op: LibraryOp) -> bool:
 def _in_list(transform: Transform) -> Transform:
     """What runs in a list for a transform: itself if it samples nothing, or for each image."""
     if _is_alone(transform) or len([*flatten(transform)]) > 1:
-        return Loop(transform)
+        return each_image(transform)
     op = from_timm(transform)
     if name_of(op) is not None and has(op, Is.ONCE):
         op = twin(op)
-        return op if compiled(op) is not None else Loop(op)
+        return op if compiled(op) is not None else each_image(op)
     if samples_once(op):
-        return Loop(op)
+        return each_image(op)
     refuse_once_a_batch(transform)
     refuse_within_kornia(transform)
     return transform
@@ -262,10 +318,12 @@ class _Walk:
         is_pipeline: bool,
         is_rgb: bool = True,
         holds_float: bool = True,
-        instead: str = "call it in the dataset, on the decoded image",
+        instead: str = IN_DATASET,
+        takes_own: bool = False,
     ) -> None:
         self.form = form
         self.instead = instead  # what may be done with an op that cannot run here
+        self.takes_own = takes_own  # an op of nobody's but the user's, after the crop
         self.is_pipeline = is_pipeline  # only torchvision's ops so far, on decoded images
         self.began_as_pipeline = False
         self.decodes_to_rgb = is_rgb
@@ -288,16 +346,18 @@ class _Walk:
 
     def finish(self) -> Plan:
         if self.is_pipeline and self.began_as_pipeline:
-            if not self.form.is_sized:
-                _refuse_sizes()
             self._hold(self.form.is_float)
+            if not self.written:  # the launch makes a batch of the images, of that kind
+                self._run(ToFloat() if self.form.is_float else ToUint8())
         return Plan(self.steps, self.head, self.written, grouped(self.tail), self.began_as_pipeline)
 
     def finish_pipeline(self) -> Plan:
         if not self.form.is_tensor:
             raise UnsupportedTransformError(
                 "The pipeline ends in PIL images, which no batch can hold. Add v2.ToImage() and "
-                "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it."
+                "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it. If an image "
+                "processor gets the pictures, let the dataset give EncodedImage, and write "
+                "DataPrefetcher(loader, transforms=[pipeline, *convert_transforms(processor)])."
             )
         self.began_as_pipeline = True
         return self.finish()
@@ -364,7 +424,7 @@ class _Walk:
     def take_theirs(self, op: LibraryOp) -> None:
         """Take an op of a pipeline for PIL images or uint8 tensors."""
         if self._is_rgb_for(op):
-            self._add(op, None, "nothing to do", "images are RGB")
+            self._add(op, None, NOTHING, "images are RGB")
             return
         op = from_timm(op)
         if is_on_device(op):
@@ -373,17 +433,34 @@ class _Walk:
                 "it out, and pass accelerate(loader, transforms=[it]), or DataPrefetcher(loader, "
                 "transforms=[*convert_transforms(pipeline), it])."
             )
-        if name_of(op) is None:
-            self._refuse(op, why_not(op))
+        if name_of(op) in (None, "Lambda"):
+            self._take_own(op)
+            return
         if has(op, Is.CONVERTS):
             self._take_conversion(op)
             return
         op = twin(op)
         if has(op, Is.DOES_NOTHING):
-            self._add(op, None, "nothing to do")
+            self._add(op, None, NOTHING)
         elif not self._fuse(op):
             self._take_on_batch(op)
         self.form = self.form.after(op)
+
+    def _take_own(self, op: LibraryOp) -> None:
+        """Take an op that no library knows: for each image, where images are tensors."""
+        foreign = timm_class(op) is not None or is_foreign(op)
+        if foreign or not self.takes_own or not (self.form.is_tensor and self.form.is_sized):
+            lambdas = name_of(op) == "Lambda"
+            why = "it is not among the ops that can run on a batch" if lambdas else why_not(op)
+            advice = "Replace it"
+            if self.takes_own and not foreign:
+                advice = f"{advice}; put {_OWN}"
+            advice = lines_for(op.lambd if lambdas else op) or advice
+            self._refuse(op, why, advice)
+        self._hold(self.form.is_float)
+        each = Each(op, self.form.kind)
+        self._add_after(op, each, "image by image", _OWN_COSTS)
+        self.form = self.form.after(each)
 
     def _fuse(self, op: LibraryOp) -> bool:
         """Whether the launch takes an op, which it does then."""
@@ -415,15 +492,18 @@ class _Walk:
 
     def _take_conversion(self, op: LibraryOp) -> None:
         if self.form.lets_pass(op):
-            self._add(op, None, "nothing to do", "it lets PIL images pass")
+            self._add(op, None, NOTHING, "it lets PIL images pass")
             return
         form = self.form
         after = form.after(op)
         # An op on the batch comes after what makes tensors of PIL images.
         self.form = replace(after, dtype=form.dtype, values=form.values)
         scale = getattr(op, "scale", True)
-        if after.dtype == form.dtype:
-            self._add(op, None, "nothing to do")
+        if form.values is Values.UNKNOWN and has(twin(op), Is.BATCHES):
+            self._take_on_batch(twin(op), source=op)  # the dtype is not known either
+            self.holds_float = after.is_float
+        elif after.dtype == form.dtype or form.values is Values.UNKNOWN:
+            self._add(op, None, NOTHING)
         elif type(op).__name__ == "ToTensor" and not form.is_sized:
             self._add(op, None, FUSED, _IN_LAUNCH)
             self.cast = after.dtype if after.dtype != torch.float32 else None
@@ -440,6 +520,9 @@ class _Walk:
         self.form = after
 
     def _take_on_batch(self, op: LibraryOp, source: LibraryOp = None) -> None:
+        if has(op, Is.ALONE) and not self.form.is_sized:
+            reason = "it gives images of different sizes, which no batch can hold"
+            self._refuse(op, reason, "Take v2.RandomResizedCrop(224) in its place")
         if why := _why_not_on_batch(op):
             self._refuse(*why)
         if not self.form.is_sized:
@@ -460,23 +543,25 @@ class _Walk:
         where = "torchvision v2 on the batch"
         if compiled(op) is not None:
             # Else the fused launch would give uint8, which this does not see.
-            module = PerImage([ToFloat(), op] if self.form.is_float else op)
+            floats = self.form.is_float and self.form.values is not Values.UNKNOWN
+            module = PerImage([ToFloat(), op] if floats else op)
             where = "one program"
         elif has(op, Is.ONCE):
-            module = Loop(op)
-            where = f"{where}, image by image"
+            module = each_image(op)
+            where = f"{where}, image by image" if type(module) is Loop else "one launch"
         self._add_after(source or op, module, where, note)
 
     def _refuse(self, op: LibraryOp, reason: str, advice: str = "Replace it") -> NoReturn:
-        name = type(op).__name__
+        name = f"function {title(op)}" if isinstance(op, FunctionType) else type(op).__name__
         raise UnsupportedTransformError(
             f"{name} cannot move to the device: {reason}. {advice}, or {self.instead}."
         )
 
     def _refuse_before_crop(self, op: LibraryOp) -> NoReturn:
         if not has(op, Is.CROPS):
-            reason = "it comes before the crop or resize that gives images one size"
-            self._refuse(op, reason, "Put it after the crop")
+            reason = "no crop or resize before it gives images one size"
+            crops = "v2.RandomResizedCrop(224), or v2.Resize(256) and v2.CenterCrop(224)"
+            self._refuse(op, reason, f"Put it after the crop, or add one before it ({crops})")
         if self._in_launch(op)[0] is not None:
             reason = "images are resized, padded or normalized already, and two are not one"
             self._refuse(op, reason, "Leave out what does so before it")
@@ -524,13 +609,6 @@ def _why_not_on_batch(op: LibraryOp) -> tuple[LibraryOp, str] | None:
         if sizes or getattr(inner, "num_output_channels", 3) != 3:
             return inner, "by chance it would give images of different shapes"
     return None
-
-
-def _refuse_sizes() -> NoReturn:
-    raise UnsupportedTransformError(
-        "The pipeline gives images of different sizes, which no batch can hold. Add a "
-        "RandomResizedCrop, or a Resize and a CenterCrop, to it."
-    )
 
 
 def levels_for_program(head: Head, tail: Sequence[Transform], cast: Cast) -> list[Transform] | None:

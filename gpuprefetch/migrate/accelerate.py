@@ -15,15 +15,18 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch.core.loaders import changed
+from gpuprefetch.core.ranks import rank
 from gpuprefetch.images.apart import is_image
+from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.lists.forms import fixes_size
+from gpuprefetch.lists.refused import gives_size
 from gpuprefetch.lists.snapshot import Snapshot
-from gpuprefetch.lists.walk import Plan, Step, convert, read_for_tensors
+from gpuprefetch.lists.views import Views, lists_of
+from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors
 from gpuprefetch.migrate.dataset_view import stale, view_of, worker_part
 from gpuprefetch.migrate.folders import (
-    Folder,
-    check_loaders,
     check_sample,
+    encoded_view,
     folders_in,
     folders_of,
     picture_of,
@@ -43,15 +46,20 @@ def accelerate(
     print_plan: bool = True,
     **prefetcher_options: Any,
 ) -> DataPrefetcher:
-    """Move a loader over torchvision's image folders to the device: decode, augmentation and all.
+    """Move a loader over image files to the device: decode, augmentation and all.
 
     Args:
-        loader: over an ``ImageFolder``, ``DatasetFolder`` or ``ImageNet``, a subclass that reads
-            through its ``loader`` and ``transform``, timm's ``ImageDataset``, or a ``Subset`` or
-            ``ConcatDataset`` of them, with a v1, v2 or timm transform pipeline. It is left alone.
-        keep_unknown: whether ops that cannot move, and all ops before them and up to the crop, stay
-            in the workers. The workers then decode every file themselves.
-        print_plan: whether to print where each op runs now, and what differs.
+        loader: over a dataset of any class that opens files by ``self.loader`` or
+            ``PIL.Image.open``, and gives each picture as RGB to its ``transform``, a v1, v2 or
+            timm pipeline: torchvision's and timm's datasets, your own, and datasets around these,
+            such as ``Subset``, ``ConcatDataset`` and classes with a transform for a split. It is
+            left alone.
+        keep_unknown: whether ops that no library knows, and others that cannot move, stay in the
+            workers, with all ops before them and up to the crop. The workers then decode every file
+            themselves. By default such an op runs on the device, image by image, where it gets
+            tensors of one size, and is an error elsewhere.
+        print_plan: whether to print where each op runs now, and what differs. Of several ranks the
+            first one prints.
         prefetcher_options: of :class:`DataPrefetcher`; its ``transforms`` come last.
 
     Returns:
@@ -62,7 +70,9 @@ def accelerate(
         workers.
 
     Raises:
-        TypeError: for a loader or dataset that is none of these.
+        TypeError: for a loader or dataset that is none of these. A sample whose picture is changed
+            before its transform or after it, or is no file, raises it here if it is the first one,
+            and else when it is read; the message names the sample.
         UnsupportedTransformError: for an op that cannot move, with what to do.
 
     Example:
@@ -70,36 +80,50 @@ def accelerate(
         >>> for images, target in loader: ...  # the loop is unchanged
     """
     folders = folders_of(loader)
-    split = _split(pipeline_of(folders), folders, keep_unknown=keep_unknown)
+    pipeline = pipeline_of(folders)
     refuse_under_way(loader)
+    try:
+        view = encoded_view(loader.dataset, pipeline, folders)
+        plan = convert(pipeline, pictures=True, takes_own=not keep_unknown)
+        split = _Split([], plan, is_whole=False)
+        if keep_unknown and loader.collate_fn is not default_collate:
+            _refuse_any_size(pipeline)
+        count = check_sample(view, loader.dataset, encoded=True, needed=True)
+    except (UnsupportedTransformError, UndecodedError):
+        if not keep_unknown:
+            raise
+        split = _split_late(pipeline, picture_of(loader.dataset))
+        device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
+        view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
+        needed = bool(split.plan.transforms)
+        count = check_sample(view, loader.dataset, encoded=False, needed=needed)
     device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
-    view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
-    count = check_sample(
-        view,
-        folders,
-        encoded=split.decodes_on_device,
-        needed=split.decodes_on_device or bool(split.plan.transforms),
-    )
     if not split.decodes_on_device and device_transforms and count > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
             "not known which of them is the image. Replace what cannot move, or return one."
         )
     knows_image = split.decodes_on_device or (device_transforms and count == 1)
-    prefetcher = _Accelerated(
+    prefetcher = Accelerated(
         loader,
         split,
         prefetcher_options,
         view=view,
         late=knows_image and loader.collate_fn is not default_collate,
     )
-    if print_plan:
+    if print_plan and rank() == 0:
         print(prefetcher.describe())
     return prefetcher
 
 
 def _asks_for_transforms(options: dict[str, Any]) -> bool:
     return any(options.get(name) for name in ("transforms", "dtype", "memory_format"))
+
+
+def _refuse_any_size(pipeline: list[Transform]) -> None:
+    """Leave images that may have any sizes in the workers: a collate function may take these."""
+    if not any(map(gives_size, pipeline)):
+        raise UnsupportedTransformError("the pipeline does not give images one size.")
 
 
 # --- Where the pipeline is split ---
@@ -123,30 +147,16 @@ class _Split:
     def decodes_on_device(self) -> bool:
         return not self.kept
 
-    def worker_transform(self, *, marked: bool) -> Transform | None:
-        """What the workers run; None if they leave files encoded."""
-        if self.decodes_on_device:
-            return None
+    def worker_transform(self, *, marked: bool) -> Transform:
+        """What the workers run, if they do not leave files encoded."""
         # A pipeline that ends in pictures has them for the user's collate function.
         return worker_part(self.kept, tensors=marked or not self.is_whole, marked=marked)
 
 
-def _split(pipeline: list[Transform], folders: Sequence[Folder], *, keep_unknown: bool) -> _Split:
-    try:
-        plan = convert(pipeline, pictures=True)
-        check_loaders(folders)
-    except UnsupportedTransformError:
-        if not keep_unknown:
-            raise
-        return _split_late(pipeline, folders[0])
-    return _Split([], plan, is_whole=False)
-
-
-def _split_late(pipeline: list[Transform], folder: Folder) -> _Split:
+def _split_late(pipeline: list[Transform], picture: Any) -> _Split:
     """Keep the shortest start of a pipeline that must stay in the workers."""
     from torchvision.transforms import v2
 
-    picture = picture_of(folder)
     shortest = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
     for count in range(shortest, len(pipeline)):
         with trial_draws():
@@ -154,7 +164,9 @@ def _split_late(pipeline: list[Transform], folder: Folder) -> _Split:
         image = v2.PILToTensor()(given)
         if is_image(image) and (image.dtype == torch.uint8 or image.is_floating_point()):
             with contextlib.suppress(UnsupportedTransformError):
-                rest = convert(pipeline[count:], batched=image, pictures=given is not image)
+                rest = convert(
+                    pipeline[count:], batched=image, pictures=given is not image, takes_own=False
+                )
                 steps = [*_kept_steps(pipeline[:count]), *rest.steps]
                 return _Split(pipeline[:count], replace(rest, steps=steps), is_whole=False)
     with trial_draws():
@@ -163,13 +175,13 @@ def _split_late(pipeline: list[Transform], folder: Folder) -> _Split:
 
 
 def _kept_steps(ops: Sequence[Transform]) -> list[Step]:
-    return [Step(op, None, "worker CPU", "unchanged") for op in ops]
+    return [Step(op, None, WORKERS, "unchanged") for op in ops]
 
 
 # --- The prefetcher ---
 
 
-class _Accelerated(DataPrefetcher):
+class Accelerated(DataPrefetcher):
     """A prefetcher that knows its plan, and its loader's own dataset."""
 
     def __init__(
@@ -196,6 +208,11 @@ class _Accelerated(DataPrefetcher):
         return self._moved.split.plan
 
     @property
+    def decodes_files(self) -> bool:
+        """Whether the workers leave files encoded for the prefetcher."""
+        return self._moved.split.decodes_on_device
+
+    @property
     def dataset(self) -> Any:
         """The loader's own, which gives decoded samples; the workers read a view of it."""
         return self._moved.dataset
@@ -206,20 +223,40 @@ class _Accelerated(DataPrefetcher):
 
     def describe(self) -> str:
         """Where decode, each op and the collate function run."""
-        on_gpu = self.decodes_on_gpu and self._moved.split.decodes_on_device
-        decode = "GPU, a share of it worker CPU (cpu_share)" if on_gpu else "worker CPU"
-        lines = [f"accelerate: decode: {decode}", str(self.plan)]
+        split = self._moved.split
+        device = "CPU" if self.device.type == "cpu" else str(self.device)
+        lines = [f"accelerate: {self._device_and_decoder()}"]
+        if split.is_whole:
+            lines.append("  nothing moved: the workers decode and run all transforms, as before")
+        elif split.kept:
+            last = title(split.kept[-1])
+            lines.append(f"  not moved: decode and all up to {last} stay in the workers")
+        lines.append(self.plan.table(device))
         if added := _listed(self._moved.added):
             lines.append(f"  after them: {', '.join(map(title, added))}")
-        collate = "worker CPU"
+        collate = WORKERS
         if self._late:
             collate = f"{title(self.collate_fn)}, on the transformed images on {self.device}"
         lines.append(f"  collate: {collate}")
         return "\n".join(lines)
 
+    def _device_and_decoder(self) -> str:
+        if self.device.type == "cpu":
+            why = "device='cpu'" if torch.cuda.is_available() else "no CUDA device found"
+            return f"{why}: everything on the CPU"
+        if not self.decodes_files:
+            return f"{self.device}, decode in the workers"
+        share = ""
+        if self.decodes_on_gpu and self._options.cpu_share != 0:
+            share = ", a share of it in the workers (cpu_share)"
+        return f"{self.device}, decode by {self.decoding}{share}"
+
 
 def _listed(transforms: Any) -> list[Transform]:
     """What was given as ``transforms``, which may be one callable, as a list."""
+    lists = lists_of(transforms)
+    if len(lists) > 1:
+        transforms = Views(*lists)  # an error in a list: each view begins with the decoded image
     if isinstance(transforms, Sequence):
         return list(transforms)
     return [transforms] if transforms else []
@@ -267,7 +304,9 @@ class _Moved:
         self._added_read = Snapshot(added, running)
 
     def _values(self, name: str) -> list[object]:
-        return [getattr(folder, name, None) for folder in self._folders]
+        if name == "transform":
+            return [folder.transform for folder in self._folders]
+        return [getattr(folder.dataset, name, None) for folder in self._folders]
 
     def refuse_changed(self, collate_fn: object) -> None:
         if self._added_read.differs(self.added):
@@ -276,7 +315,7 @@ class _Moved:
         if (collate_fn is default_collate) != self._collates_as_torch:
             raise stale("collate_fn")
         folders = folders_in(self.dataset)
-        if [*map(id, folders)] != [*map(id, self._folders)]:
+        if [id(each.dataset) for each in folders] != [id(each.dataset) for each in self._folders]:
             raise stale("dataset")
         for name, read in self._read.items():
             if any(map(Snapshot.differs, read, self._values(name))):

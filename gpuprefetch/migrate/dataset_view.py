@@ -1,8 +1,8 @@
 """A second face of the user's dataset, for the workers: its files stay encoded.
 
-The view shares all state of the dataset. Only the attributes that decode and transform have other
-values: the ``loader`` of an ``ImageFolder`` gives an :class:`EncodedImage`, and its ``transform``
-leaves the image as it is, or runs the ops that stay in the workers.
+The view shares all state of the dataset. Only what decodes and transforms is another: the
+``transform`` leaves pictures encoded, or runs the ops that stay in the workers, and pictures are
+:mod:`.stand_ins`. A dataset around others has views of these in their places.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MemberDescriptorType, SimpleNamespace
@@ -18,32 +18,137 @@ from typing import Any
 
 import torch
 from torch.utils.data import ConcatDataset, Subset, default_collate
+from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch.core.nested import map_leaves
-from gpuprefetch.images.apart import image_of
-from gpuprefetch.images.encoded import EncodedImage
-from gpuprefetch.images.folder import EncodedImageFolder, fault_of, read_image, read_open
+from gpuprefetch.images.folder import EncodedImageFolder, fault_of
 from gpuprefetch.images.guard import Encoded, UndecodedError, begin_reading
+from gpuprefetch.migrate.stand_ins import (
+    LeftEncoded,
+    Picture,
+    read_file,
+    read_path,
+    read_sample,
+    transformed_already,
+)
+from gpuprefetch.policies.known import flatten, name_of
 from gpuprefetch.policies.per_image import Transform
-from gpuprefetch.policies.timm import is_timm
+from gpuprefetch.policies.timm import from_timm, is_timm
 
-Dataset = Any  # torchvision's folders, timm's ImageDataset, and torch's views of them
+Dataset = Any  # the user's, of any class
+
+# --- What a dataset is made of ---
 
 
-def view_of(dataset: Dataset, transform: Transform | None) -> Dataset:
-    """``dataset`` with its state and another transform; None leaves its files encoded."""
-    if isinstance(dataset, ConcatDataset):
-        return _view(dataset, {"datasets": [view_of(part, transform) for part in dataset.datasets]})
-    if isinstance(dataset, Subset):
-        return _view(dataset, {"dataset": view_of(dataset.dataset, transform)})
+def transform_in(dataset: Dataset) -> str:
+    """The attribute that holds the transform of a dataset's pictures; empty without one.
+
+    A dataset around one that has a transform has none here: its own comes after the other.
+    """
+    own = own_transform(dataset)
+    return "" if own and any(map(_has_transform, _parts(dataset))) else own
+
+
+def own_transform(dataset: Dataset) -> str:
+    """The attribute that holds a dataset's transform, whatever transforms are within the dataset.
+
+    The attribute is ``transform``, or the only one that holds ops of torchvision's.
+    """
+    found = own_transforms(dataset)
+    return found[0] if len(found) == 1 else ""
+
+
+def own_transforms(dataset: Dataset) -> list[str]:
+    """The attributes that may hold a dataset's transform: ``transform`` alone, if it has that."""
+    given = getattr(dataset, "transform", None)
+    if given is not None and getattr(given, "__self__", None) is not dataset:  # no method
+        return ["transform"]
+    own: dict[str, object] = getattr(dataset, "__dict__", {})
+    names = [name for name in own if not name.startswith("target")]
+    return [name for name in names if _is_pipeline(own[name])]
+
+
+def _has_transform(dataset: Dataset) -> bool:
+    return bool(own_transform(dataset)) or any(map(_has_transform, _parts(dataset)))
+
+
+def _is_pipeline(value: object) -> bool:
+    return callable(value) and any(name_of(from_timm(op)) for op in flatten(value))
+
+
+def within(dataset: Dataset) -> dict[str, list[Dataset]]:
+    """The datasets that a dataset holds, by its attributes."""
+    own: dict[str, object] = getattr(dataset, "__dict__", {})
+    found = {}
+    for name, value in own.items():
+        held = [value] if isinstance(value, TorchDataset) else value
+        if isinstance(held, (list, tuple)) and held:
+            if all(isinstance(each, TorchDataset) for each in held):
+                found[name] = list(held)
+    return found
+
+
+def _parts(dataset: Dataset) -> list[Dataset]:
+    return [each for held in within(dataset).values() for each in held]
+
+
+def datasets_in(dataset: Dataset) -> Iterator[Dataset]:
+    """A dataset, and all datasets that it is made of."""
+    yield dataset
+    for each in _parts(dataset):
+        yield from datasets_in(each)
+
+
+def view_of(dataset: Dataset, transform: Transform | None, *, any_mode: bool = False) -> Dataset:
+    """``dataset`` with its state and another transform; None leaves its files encoded.
+
+    ``any_mode`` says that the transform that stays away makes RGB of any picture.
+    """
+    own = transform_in(dataset)
+    if not own:
+        return _view(dataset, _views_within(dataset, transform, any_mode), encoded=not transform)
     # A dataset may call its transform without asking whether there is one.
-    instead: dict[str, object] = {"transform": transform or _left_encoded}
-    if transform is None and is_timm(dataset, "ImageDataset"):
-        instead |= {"reader": EncodedReader(dataset.reader), "load_bytes": True}
-    elif transform is None:
-        instead["loader"] = read_encoded
-    return _view(dataset, instead)
+    stands = LeftEncoded(any_mode=any_mode) if transform is None else transform
+    instead: dict[str, object] = {own: stands} | _joint(dataset, stands)
+    if transform is None:
+        instead |= _readers(dataset)
+    return _view(dataset, instead, encoded=transform is None)
+
+
+def _views_within(
+    dataset: Dataset, transform: Transform | None, any_mode: bool
+) -> dict[str, object]:
+    instead: dict[str, object] = {}
+    for name, held in within(dataset).items():
+        views = [view_of(each, transform, any_mode=any_mode) for each in held]
+        value = getattr(dataset, name)
+        instead[name] = views[0] if isinstance(value, TorchDataset) else type(value)(views)
+    return instead
+
+
+def _joint(dataset: Dataset, transform: Transform) -> dict[str, object]:
+    """What torchvision's datasets make of ``transform`` and ``target_transform``."""
+    from torchvision.datasets.vision import StandardTransform
+
+    joint: object = getattr(dataset, "transforms", None)
+    if not isinstance(joint, StandardTransform):
+        return {}
+    return {"transforms": StandardTransform(transform, joint.target_transform)}
+
+
+def _readers(dataset: Dataset) -> dict[str, object]:
+    """Readers that leave files encoded, where a dataset has torchvision's or timm's."""
+    if is_timm(dataset, "ImageDataset"):
+        return {"reader": EncodedReader(dataset.reader), "load_bytes": True}
+    from PIL import Image
+    from torchvision.datasets.folder import accimage_loader, default_loader, pil_loader
+
+    loader = getattr(dataset, "loader", None)
+    if loader in (default_loader, pil_loader, accimage_loader):
+        return {"loader": read_encoded}
+    # Other functions call what is PIL's when a sample is read.
+    return {"loader": open_encoded} if loader is Image.open else {}
 
 
 def stale(what: str) -> TypeError:
@@ -53,13 +158,17 @@ def stale(what: str) -> TypeError:
 # --- The view ---
 
 
-def _view(dataset: Dataset, instead: dict[str, Any]) -> Dataset:
-    """An object that shares all state of a dataset, but has ``instead`` for some attributes."""
-    from torchvision.datasets import DatasetFolder
+# torch's own views of datasets add nothing to a sample.
+_ADD_NOTHING = (Subset.__getitem__, ConcatDataset.__getitem__)
 
+
+def _view(dataset: Dataset, instead: dict[str, Any], *, encoded: bool) -> Dataset:
+    """An object that shares all state of a dataset, but has ``instead`` for some attributes.
+
+    ``encoded`` says that its files stay encoded.
+    """
     kind = type(dataset)
     seen = {name: vars(dataset).get(name) for name in instead}
-    part = instead.get("transform")
 
     def read(name: str, view: Any) -> Any:
         if vars(view).get(name) is not seen[name]:
@@ -70,29 +179,53 @@ def _view(dataset: Dataset, instead: dict[str, Any]) -> Dataset:
         bare = copy.copy(dataset)
         for name in seen:  # what the view has instead; these may not be picklable
             vars(bare).pop(name, None)
-        return _view, (bare, instead)
+        return partial(_view, encoded=encoded), (bare, instead)
 
-    def get(view: Any, index: Any) -> Any:
-        sample = kind.__getitem__(view, index)
-        if isinstance(image_of(sample), torch.Tensor):
-            raise UndecodedError(
-                f"{kind.__name__}.__getitem__({index}) gave an image that is transformed already, "
-                "such as a kept one. Let it keep no images."
-            )
+    def get(method: Any, view: Any, index: Any) -> Any:
+        who = f"{kind.__name__}.{method.__name__}({index!r})"
+        if encoded:
+            return read_sample(partial(method, view, index), who)
+        sample = method(view, index)
+        if fault := transformed_already(sample):
+            raise UndecodedError(f"{who} {fault}")
         return sample
 
     faces: dict[str, Any] = {name: property(partial(read, name)) for name in instead}
-    if {"loader", "reader"} & instead.keys() or _keep in getattr(part, "transforms", ()):
-        faces["__getitem__"] = get
+    kept = [getattr(part, "transforms", None) for part in instead.values()]
+    keeps = any(isinstance(ops, list) and _keep in ops for ops in kept)
+    if (encoded or keeps) and getattr(kind, "__getitem__", None) not in _ADD_NOTHING:
+        for name in ("__getitem__", "__getitems__"):
+            if (method := getattr(kind, name, None)) is not None:
+                faces[name] = _method(partial(get, method))
     faces = _slots_of(dataset) | faces
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     own = {**faces, **names, "__reduce_ex__": reduced}
-    if part is _left_encoded and kind.__getitem__ is DatasetFolder.__getitem__:
+    if encoded and _reads_as_folder(kind, instead):
         own["_reads_like"] = EncodedImageFolder.__getitem__  # see images/steady.py
     # Neither the metaclass of the user's class nor its __init_subclass__ hears of this class.
     view: Any = object.__new__(type.__new__(type(kind), kind.__name__, (_Unheard, kind), own))
     object.__setattr__(view, "__dict__", vars(dataset))
     return view
+
+
+def _reads_as_folder(kind: type[Dataset], instead: dict[str, Any]) -> bool:
+    """Whether a view gives what an :class:`EncodedImageFolder` of its samples would give.
+
+    A loader of the user's own may read anything.
+    """
+    from torchvision.datasets import DatasetFolder
+
+    reads_files = instead.get("loader") in (read_encoded, open_encoded)
+    return reads_files and kind.__getitem__ is DatasetFolder.__getitem__
+
+
+def _method(call: Any) -> Any:
+    """A method of a class that ``call`` carries out: a partial is none."""
+
+    def method(view: Any, index: Any) -> Any:
+        return call(view, index)
+
+    return method
 
 
 class _Unheard:
@@ -127,8 +260,12 @@ def _forwarded(slot: MemberDescriptorType, dataset: Dataset) -> property:
 # --- What the view has instead: readers that leave files encoded ---
 
 
-def read_encoded(path: str | os.PathLike[str]) -> EncodedImage:
-    return read_image(path)
+def read_encoded(path: str | os.PathLike[str]) -> Picture:
+    return Picture(read_path(path), is_rgb=True)
+
+
+def open_encoded(path: str | os.PathLike[str]) -> Picture:
+    return Picture(read_path(path), is_rgb=False)
 
 
 def refuse_odd_file(path: str | os.PathLike[str]) -> None:
@@ -149,9 +286,7 @@ class EncodedReader:
         refuse_odd_file(path)
         file, *rest = self._reader[index]
         with file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            image = EncodedImage(read_open(file, size), index, path)
+            image = Picture(read_file(file, path, index), is_rgb=True)
         return SimpleNamespace(read=lambda: image), *rest
 
     def __len__(self) -> int:
@@ -164,18 +299,6 @@ class EncodedReader:
 
 
 # --- What the view has instead: transforms ---
-
-
-def _left_encoded(image: object) -> object:
-    """Stands for a transform that runs on the device; a module would refuse an encoded image.
-
-    Each call of the transform samples anew, so the images of a sample are sampled one by one.
-    """
-    if not isinstance(image, EncodedImage):
-        return image
-    image = copy.copy(image)
-    image._set_apart()
-    return image
 
 
 def worker_part(ops: Sequence[Transform], *, tensors: bool, marked: bool) -> Transform:

@@ -1,45 +1,108 @@
-"""explain: what becomes of a transform list, in words."""
+"""explain: what becomes of a transform list, or of a loader's pipeline, in words."""
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from gpuprefetch.core.errors import text_of
 from gpuprefetch.core.report import Text, columns
 from gpuprefetch.core.streams import own_modes
+from gpuprefetch.images.apart import image_of
+from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.view import View
+from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import Transforms, opened, why_refused
+from gpuprefetch.migrate.accelerate import Accelerated, accelerate
+from gpuprefetch.policies.each import Each
 from gpuprefetch.policies.known import title
-from gpuprefetch.policies.per_image import Loop, PerImage
+from gpuprefetch.policies.per_image import Loop, PerImage, RandomCrops
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.random import trial_draws
-from gpuprefetch.transforms.views import Views
 
 
-def explain(transforms_or_prefetcher: Transforms | Views | DataPrefetcher) -> str:
+def explain(
+    transforms_or_loader: Transforms | Views | DataPrefetcher | DataLoader[Any],
+) -> str:
     """Say what of a transform list is fused, what is not and why, and what each step gives.
 
     Args:
-        transforms_or_prefetcher: a list as for ``DataPrefetcher(transforms=...)``, a torchvision
-            pipeline, or a prefetcher. What is not fused is tried on a batch of two black images on
-            the CPU, to see what it gives.
+        transforms_or_loader: a list as for ``DataPrefetcher(transforms=...)``, a torchvision
+            pipeline, a prefetcher, or a ``DataLoader`` that ``accelerate`` would take, which is
+            left as it is. What is not fused is tried on a batch of two black images on the CPU, to
+            see what it gives.
 
     Returns:
         A line per step, with where it runs, what it gives, and why it is not fused. For a
         prefetcher the first line says what decodes encoded images: JPEG engines and how many, the
-        GPU without them, or the CPU and why.
+        GPU without them, or the CPU and why. For what ``accelerate`` gave, or a ``DataLoader``, the
+        plan that ``accelerate`` prints comes first, or why it would refuse that loader.
 
     Example:
         >>> print(explain([gpuprefetch.RandomResizedCrop(224), K.RandomHorizontalFlip(), blur]))
+        >>> print(explain(loader))  # what accelerate(loader) would do
     """
-    given = transforms_or_prefetcher
+    given = transforms_or_loader
+    if isinstance(given, DataLoader):
+        return _dry_run(given)
     if isinstance(given, DataPrefetcher):
-        decode = f"by {given.decoding}"
-        return Text("\n".join(_explain(view, decode) for view in given.views))
-    if isinstance(given, Views):
-        return Text("\n".join(map(explain, given.lists)))
-    return Text(_explain(_view_of_list(given)))
+        plan = [given.describe(), ""] if isinstance(given, Accelerated) else []
+        return Text("\n".join([*plan, *_of_prefetcher(given)]))
+    lists = lists_of(given)
+    if len(lists) > 1:
+        return Text("\n".join(map(explain, lists)))
+    return Text(_explain(_view_of_list(lists[0])))
+
+
+def _dry_run(loader: DataLoader[Any]) -> str:
+    try:
+        moved = accelerate(loader, print_plan=False)
+    except (TypeError, ValueError) as error:
+        return Text(f"accelerate(loader) would refuse it: {error}")
+    return explain(moved)
+
+
+def _of_prefetcher(prefetcher: DataPrefetcher) -> list[str]:
+    encoded = _gives_encoded(prefetcher)
+    if encoded is False:
+        return [_of_tensors(view) for view in prefetcher.views]
+    decode = f"by {prefetcher.decoding}"
+    if encoded is None:
+        decode += ", where images are encoded"
+    return [_explain(view, decode) for view in prefetcher.views]
+
+
+def _of_tensors(view: View) -> str:
+    try:
+        return _explain(view.of_tensors(), of_files=False)
+    except ValueError as error:
+        return f"images that come as tensors  refused: {error}"
+
+
+def _gives_encoded(prefetcher: DataPrefetcher) -> bool | None:
+    """Whether a loader gives encoded images; None where that is not known before its batches."""
+    if isinstance(prefetcher, Accelerated):
+        return prefetcher.decodes_files
+    stats = prefetcher.stats
+    if stats.batches:
+        return bool(stats.gpu_images + stats.cpu_images)
+    return _holds_encoded(getattr(prefetcher.wrapped, "dataset", None))
+
+
+def _holds_encoded(dataset: object) -> bool | None:
+    """Whether a dataset gives encoded images, as far as that is known without a call of it."""
+    if isinstance(dataset, EncodedImageFolder):
+        return True
+    if isinstance(dataset, Subset):
+        return _holds_encoded(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return _holds_encoded(dataset.datasets[0])
+    if isinstance(dataset, (list, tuple)) and len(dataset):
+        return isinstance(image_of(dataset[0]), EncodedImage)
+    theirs = type(dataset).__module__.startswith("torchvision.datasets.")
+    return False if theirs or isinstance(dataset, TensorDataset) else None
 
 
 def _view_of_list(transforms: Transforms) -> View:
@@ -63,10 +126,11 @@ class _Refused:
         raise ValueError(self.why)
 
 
-def _explain(view: View, decode: str = "") -> str:
+def _explain(view: View, decode: str = "", *, of_files: bool = True) -> str:
     head = view.head
-    rows = [("decode", "uint8 (3, H, W), sizes differ", decode)]
-    if view.refused is not None:
+    sizes = "all of one size" if head.keeps_size else "sizes differ"
+    rows = [("decode", f"uint8 (3, H, W), {sizes}", decode)] if of_files else []
+    if of_files and view.refused is not None:
         rows = [("encoded images", "", f"refused: {view.refused}")]
     images: object = "sizes as they came"  # or why there are none to try a transform on
     if head.size is not None:
@@ -82,7 +146,7 @@ def _explain(view: View, decode: str = "") -> str:
             continue
         images, form = _try(transform, images)
         rows.append((title(transform), form, _how(view, position)))
-    return columns(rows)
+    return columns(rows) if rows else "images stay as they come"
 
 
 def _how(view: View, position: int) -> str:
@@ -90,7 +154,9 @@ def _how(view: View, position: int) -> str:
     transform = view.tail[position]
     if isinstance(transform, PerImage):
         return f"one program of {transform.slots} slots, a draw for each image"
-    if type(transform) is Loop:
+    if isinstance(transform, RandomCrops):
+        return "one launch, a draw for each image"
+    if type(transform) in (Loop, Each):
         return "image by image, with a call for each: slow"
     if position:
         return f"not fused: after {title(view.tail[0])}"

@@ -1,12 +1,14 @@
-"""What accelerate and parity can read: the folders that a loader reads, and their transforms."""
+"""What accelerate and parity can read: the datasets with a transform that a loader reads."""
 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gpuprefetch.core.errors import text_of
 from gpuprefetch.core.nested import select
@@ -15,15 +17,42 @@ from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.guard import UndecodedError, end_reading, is_marked
 from gpuprefetch.images.walk import walk
-from gpuprefetch.migrate.dataset_view import refuse_odd_file
+from gpuprefetch.lists.convert import convert_transforms
+from gpuprefetch.lists.processor import image_processor
+from gpuprefetch.lists.rgb import makes_rgb
+from gpuprefetch.migrate.dataset_view import (
+    datasets_in,
+    own_transform,
+    own_transforms,
+    refuse_odd_file,
+    transform_in,
+    view_of,
+)
+from gpuprefetch.migrate.stand_ins import AS_IT_IS, KEPT, TWO_WAYS
 from gpuprefetch.policies.known import UnsupportedTransformError, flatten
 from gpuprefetch.policies.per_image import Transform
 from gpuprefetch.policies.timm import is_timm
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.random import trial_draws
 
-Folder = Any  # torchvision's DatasetFolder and its subclasses, or timm's ImageDataset
 Sample = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A dataset that has a transform, such as torchvision's ``ImageFolder``."""
+
+    dataset: Any
+    attribute: str  # which holds the transform
+
+    @property
+    def transform(self) -> Any:
+        return getattr(self.dataset, self.attribute)
+
+    @property
+    def name(self) -> str:
+        return type(self.dataset).__name__
+
 
 # --- The loader ---
 
@@ -58,26 +87,73 @@ def _no_loader(given: object) -> TypeError:
 
 
 def folders_in(dataset: object) -> list[Folder]:
-    """The folders that a dataset's samples come from, through ``Subset`` and ``ConcatDataset``."""
-    from torchvision.datasets import DatasetFolder
-
-    if isinstance(dataset, Subset):
-        return folders_in(dataset.dataset)
-    if isinstance(dataset, ConcatDataset):
-        return [folder for part in dataset.datasets for folder in folders_in(part)]
-    if isinstance(dataset, DatasetFolder) or is_timm(dataset, "ImageDataset"):
-        return [dataset]
-    if isinstance(dataset, EncodedImageFolder):
+    """The datasets with a transform that a dataset's samples come from, in their order."""
+    name = type(dataset).__name__
+    if any(isinstance(each, EncodedImageFolder) for each in datasets_in(dataset)):
         raise TypeError(
             "An EncodedImageFolder has moved over already: pass its loader to "
             "DataPrefetcher(loader, transforms=[...])."
         )
-    raise TypeError(
-        f"accelerate cannot read {type(dataset).__name__}, only torchvision's ImageFolder, "
-        "DatasetFolder and ImageNet, timm's ImageDataset, and Subset or ConcatDataset of them. Let "
-        "it return EncodedImage(data, index, path), and use DataPrefetcher(loader, "
-        "transforms=convert_transforms(pipeline))."
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"accelerate cannot read {name}, whose samples come in a stream. {_by_hand(dataset)}"
+        )
+    found = [
+        Folder(each, attribute)
+        for each in datasets_in(dataset)
+        if (attribute := transform_in(each))
+    ]
+    if not found:
+        several = [name for each in datasets_in(dataset) for name in own_transforms(each)]
+        has = f"has several transforms ({', '.join(several)})"
+        if not several:
+            has = "has no transform, nor has a dataset within it, so there is nothing to move"
+        raise TypeError(
+            f"accelerate cannot read {name}: it {has}. It takes the one that a dataset holds as "
+            "self.transform. Tensors need none: DataPrefetcher(loader, transforms=[...]). "
+            f"{_by_hand(dataset) if _pipelines_of(dataset) else f'{TWO_WAYS} {AS_IT_IS}'}"
+        )
+    return found
+
+
+def _by_hand(dataset: object) -> str:
+    """What to write for a dataset that accelerate cannot read, whose pipeline may not move."""
+    pipelines = _pipelines_of(dataset)
+    for path, pipeline in pipelines.items():
+        try:
+            convert_transforms(pipeline)
+        except ValueError as error:
+            return f"{AS_IT_IS} To decode on the device, change {path} first: {error}"
+    paths = [*pipelines] or ["transform"]
+    line = f"convert_transforms({paths[0]})"
+    let = "Let"
+    if len(paths) > 1:
+        line = f"gpuprefetch.Views(*map(convert_transforms, [{', '.join(paths)}]))"
+        let = "If it gives several views of a picture, let"
+    return (
+        f"{let} it give EncodedImage(data, index, path) in place of the picture, apply no "
+        f"transform, and write DataPrefetcher(loader, transforms={line}). {AS_IT_IS}"
     )
+
+
+def _pipelines_of(dataset: object) -> dict[str, object]:
+    """The transforms of a dataset or its image processors, each with the expression for it."""
+    own: dict[str, object] = getattr(dataset, "__dict__", {})
+    processors = [name for name, value in own.items() if image_processor(value) is not None]
+    names = own_transforms(dataset) or processors
+    return {f"dataset.{name}": getattr(dataset, name) for name in names}
+
+
+def refuse_second_transforms(dataset: object) -> None:
+    """Refuse a dataset that has a transform, around one that has another."""
+    for each in datasets_in(dataset):
+        if own_transform(each) and not transform_in(each):
+            within, *_ = folders_in(each)
+            raise UndecodedError(
+                f"{type(each).__name__} has a transform, and gets images that are not transformed "
+                f"yet, though {within.name} within it has another one. Give all ops to one of "
+                "them, v2.Compose([*first.transforms, *second.transforms]), and None to the other."
+            )
 
 
 def refuse_under_way(loader: DataLoader[Any]) -> None:
@@ -104,80 +180,90 @@ def pipeline_of(folders: Sequence[Folder]) -> list[Transform]:
             "The datasets of the loader have different transforms, and a batch on the device is "
             "transformed as one. Give them one object, or build one loader for each of them."
         )
-    if first is None:
-        raise TypeError(
-            f"The loader's {type(folders[0]).__name__} has no transform: there is nothing to move. "
-            "What a dataset around it applies is not seen: give it to the folder."
-        )
     return list(flatten(first))
 
 
 def check_loaders(folders: Sequence[Folder]) -> None:
-    """Refuse folders that do not decode as PIL does: RGB, EXIF orientation left alone."""
+    """Refuse timm's datasets that do not decode to RGB; others show it in each sample."""
     for folder in folders:
-        if is_timm(folder, "ImageDataset"):
-            if folder.load_bytes or folder.input_img_mode != "RGB":
-                mode = repr(folder.input_img_mode)
-                raise _decodes_otherwise(folder, mode, "load_bytes and input_img_mode")
-        elif not _is_of_torchvision(folder.loader):
-            name = getattr(folder.loader, "__name__", repr(folder.loader))
-            raise _decodes_otherwise(folder, name, "loader")
+        dataset = folder.dataset
+        if is_timm(dataset, "ImageDataset"):
+            if dataset.load_bytes or dataset.input_img_mode != "RGB":
+                raise UnsupportedTransformError(
+                    f"{folder.name}(input_img_mode={dataset.input_img_mode!r}) decodes in its own "
+                    "way. Leave load_bytes and input_img_mode out to decode as PIL does, on the "
+                    "device. Or pass keep_unknown=True: the workers then decode with it, and run "
+                    "the transforms up to the crop."
+                )
 
 
-def _is_of_torchvision(loader: object) -> bool:
-    from torchvision.datasets.folder import accimage_loader, default_loader, pil_loader
-
-    return loader in (default_loader, pil_loader, accimage_loader)
-
-
-def _decodes_otherwise(folder: Folder, loader: str, arguments: str) -> UnsupportedTransformError:
-    return UnsupportedTransformError(
-        f"{type(folder).__name__}(loader={loader}) decodes in its own way. Leave {arguments} "
-        "out to decode as PIL does, on the device. Or pass keep_unknown=True: the workers then "
-        "decode with it, and run the transforms up to the crop."
-    )
+def encoded_view(dataset: Any, pipeline: Sequence[Transform], folders: Sequence[Folder]) -> Any:
+    """The view of a dataset whose files stay encoded, as ``pipeline`` runs on the device."""
+    refuse_second_transforms(dataset)
+    check_loaders(folders)
+    return view_of(dataset, None, any_mode=bool(pipeline) and makes_rgb(pipeline[0]))
 
 
-def picture_of(folder: Folder) -> Any:
-    """What the folder's transform gets for the first file."""
-    if hasattr(folder, "samples"):
-        path = folder.samples[0][0]
-        refuse_odd_file(path)
-        return folder.loader(path)
-    folder = copy.copy(folder)  # timm's, whose files may be in an archive
-    folder.transform = None
-    return folder[0][0]
+class _Caught(BaseException):
+    """Carries a picture out of a dataset; no dataset catches it."""
+
+
+def _catch(picture: object, *others: object) -> Any:
+    raise _Caught(picture)
+
+
+def picture_of(dataset: Any) -> Any:
+    """What the transform of a dataset, or of those within it, gets for the first sample."""
+    for each in datasets_in(dataset):
+        if samples := getattr(each, "samples", None):  # torchvision's folders
+            refuse_odd_file(samples[0][0])
+    try:
+        with trial_draws():
+            view_of(dataset, _catch)[0]
+    except _Caught as caught:
+        return caught.args[0]
+    raise TypeError(f"{type(dataset).__name__}.__getitem__(0) calls no transform. {AS_IT_IS}")
 
 
 # --- The first sample of a view ---
 
 
-class _State(NamedTuple):
-    """The attributes of a folder, and a copy of them: a trial must leave no trace."""
+class _Held(NamedTuple):
+    """A dict or list of a dataset's, and a copy of it: a trial must leave no trace.
 
-    attributes: dict[str, Any]  # its __dict__
-    before: dict[str, Any]
+    It may leave an open file, or an image that is not decoded.
+    """
+
+    items: dict[Any, object] | list[object]
+    before: dict[Any, object] | list[object]
 
     @staticmethod
-    def of(folder: Folder) -> _State:
-        attributes: dict[str, Any] = folder.__dict__
-        copied = {
-            name: copy.copy(value) if isinstance(value, (dict, list)) else value
-            for name, value in attributes.items()
-        }
-        return _State(attributes, copied)
+    def by(dataset: Any) -> list[_Held]:
+        """The attributes of a dataset, and the dicts and lists among these."""
+        own: dict[str, object] = dataset.__dict__
+        values = [value for value in own.values() if isinstance(value, (dict, list))]
+        return [_Held(each, copy.copy(each)) for each in [own, *values]]
 
     def restore(self) -> None:
-        self.attributes.clear()
-        self.attributes.update(self.before)
+        """Put back what has changed, and touch nothing else: another thread may read it."""
+        items = self.items
+        if isinstance(items, dict) and isinstance(self.before, dict):
+            for key in [*items]:
+                if key not in self.before:
+                    del items[key]
+            for key, value in self.before.items():
+                if key not in items or items[key] is not value:
+                    items[key] = value
+        elif len(items) != len(self.before) or not all(map(operator.is_, items, self.before)):
+            items[:] = self.before
 
 
-def check_sample(view: Any, folders: Sequence[Folder], *, encoded: bool, needed: bool) -> int:
+def check_sample(view: Any, dataset: Any, *, encoded: bool, needed: bool) -> int:
     """Read the first sample of a view, and refuse one that the device cannot take.
 
     Args:
         view: of the user's dataset.
-        folders: of the dataset, which a trial is to leave as they are.
+        dataset: the user's, which a trial is to leave as it is.
         encoded: whether the image must be encoded, as all transforms run on the device.
         needed: whether there must be an image, as some transform runs on the device.
 
@@ -186,19 +272,18 @@ def check_sample(view: Any, folders: Sequence[Folder], *, encoded: bool, needed:
     """
     if not len(view):
         return 1
-    states = [_State.of(folder) for folder in folders]
-    sample, again = _read_twice(view)
-    image = image_of(sample)
+    held = [each for part in datasets_in(dataset) for each in _Held.by(part)]
     name = type(view).__name__
-    if needed and (image is None or (encoded and not isinstance(image, EncodedImage))):
-        raise TypeError(f"{name}.__getitem__ gave no encoded file: {_READS_OTHERWISE}")
-    if is_marked(image) and _is_kept(image, image_of(again)):
-        for state in states:  # the dataset has kept an encoded image, and would give it back
-            state.restore()
-        raise TypeError(
-            f"{name} keeps the images that it reads. Here these are not decoded or transformed, "
-            "and its own samples would not be either. Let it keep no images."
-        )
+    try:
+        sample, again = _read_twice(view)
+        image = image_of(sample)
+        if needed and (image is None or (encoded and not isinstance(image, EncodedImage))):
+            raise TypeError(f"{name}.__getitem__ gave no image. {TWO_WAYS}")
+        if is_marked(image) and image_of(again) is image:
+            raise UndecodedError(f"{name}.__getitem__(0) {KEPT}")
+    finally:
+        for each in held:
+            each.restore()
     if encoded and walk(sample).has_followers:
         raise TypeError(
             f"{name}.__getitem__ gives boxes, masks or points. Its transform leaves them where "
@@ -206,13 +291,6 @@ def check_sample(view: Any, folders: Sequence[Folder], *, encoded: bool, needed:
             "mask.as_subclass(torch.Tensor)."
         )
     return len(select(sample, is_image))
-
-
-_READS_OTHERWISE = (
-    "it must read through self.loader(path) and self.transform(image), and take an int. If it "
-    "cannot, let it return EncodedImage(data, index, path), and use DataPrefetcher(loader, "
-    "transforms=convert_transforms(pipeline))."
-)
 
 
 def _read_twice(view: Any) -> tuple[Sample, Sample]:
@@ -224,14 +302,8 @@ def _read_twice(view: Any) -> tuple[Sample, Sample]:
         raise  # it says more
     except (AttributeError, TypeError) as error:
         raise TypeError(
-            f"{type(view).__name__}.__getitem__(0) failed ({text_of(error)}): {_READS_OTHERWISE}"
+            f"{type(view).__name__}.__getitem__(0) failed ({text_of(error)}): it must read "
+            f"through self.transform, and take an int. {TWO_WAYS}"
         ) from error
     finally:
         end_reading()
-
-
-def _is_kept(image: object, again: object) -> bool:
-    """Whether two samples hold the same file as it was read once."""
-    if isinstance(image, EncodedImage) and isinstance(again, EncodedImage):
-        return image.data is again.data
-    return again is image

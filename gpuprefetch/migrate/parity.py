@@ -13,8 +13,12 @@ from torch.utils.data import DataLoader
 from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.images.apart import image_of
 from gpuprefetch.lists.walk import FUSED, Plan, convert
-from gpuprefetch.migrate.dataset_view import view_of
-from gpuprefetch.migrate.folders import check_loaders, check_sample, folders_of, pipeline_of
+from gpuprefetch.migrate.folders import (
+    check_sample,
+    encoded_view,
+    folders_of,
+    pipeline_of,
+)
 from gpuprefetch.policies.per_image import Cast, PerImage
 from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.prefetcher import DataPrefetcher
@@ -132,10 +136,10 @@ def parity(
     if n < 1:
         raise ValueError(f"n is a number of images, at least 1, got {n!r}.")
     folders = folders_of(loader)
-    plan = convert(pipeline_of(folders), pictures=True)
-    check_loaders(folders)
-    view = view_of(loader.dataset, None)
-    check_sample(view, folders, encoded=True, needed=True)
+    pipeline = pipeline_of(folders)
+    plan = convert(pipeline, pictures=True)
+    view = encoded_view(loader.dataset, pipeline, folders)
+    check_sample(view, loader.dataset, encoded=True, needed=True)
     if not len(view):
         raise ValueError("parity compares images of a dataset, and it has none.")
     indices = np.linspace(0, len(view) - 1, min(n, len(view))).round().astype(int)
@@ -247,6 +251,8 @@ def _walk(
         if module is None:
             alone = old
             old = old.then(op, op(old.image))
+            if step.where == FUSED:  # a conversion, which the launch does
+                new = _State(resampled(launch, decoded, sampling))
         elif step.where == FUSED and step.name != "Normalize":
             ours, keys = next(draws)
             own = ours(Sampling.identity([before.shape[-2:]]), keys)

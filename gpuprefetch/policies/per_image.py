@@ -18,6 +18,7 @@ from torch.utils.data import get_worker_info
 from gpuprefetch.core.nested import map_leaves
 from gpuprefetch.core.ranks import rank
 from gpuprefetch.policies.compile import compiled
+from gpuprefetch.policies.each import Each
 from gpuprefetch.policies.known import (
     UnsupportedTransformError,
     constants,
@@ -33,7 +34,7 @@ from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.policies.run import apply_one, run
 from gpuprefetch.policies.slots import Mix, Picture, Slots, program_of
 from gpuprefetch.transforms.head import Transform as Transform
-from gpuprefetch.transforms.random import Keys, SeededDraws, derive, fold
+from gpuprefetch.transforms.random import Keys, SeededDraws, derive, fold, uniform
 
 
 class ToUint8(torch.nn.Module):
@@ -377,6 +378,39 @@ class Loop(torch.nn.Module):
             return self.op(image)  # type: ignore[no-any-return]
 
 
+class RandomCrops(Loop):
+    """torchvision's RandomCrop on a batch: padded at once, and cut out by one launch."""
+
+    def forward(self, images: torch.Tensor, keys: Keys | None = None) -> torch.Tensor:
+        """Cut ``(N, C, h, w)`` of any dtype out of ``(N, C, H, W)``, each image at its own place.
+
+        The places are uniform, as torchvision's are, and come from ``keys`` ``(N,)`` or from
+        torch's generator.
+        """
+        if keys is None:
+            keys = fold(int(torch.randint(2**62, (), device="cpu")), np.arange(len(images)))
+        padding = self.op.make_params([images]) | {"needs_crop": False}
+        padded = self.op.transform(images, padding)
+        size = np.array(self.op.size)
+        places = np.floor(uniform(keys, 2) * (np.array(padded.shape[-2:]) - size + 1))
+        top, left = torch.from_numpy(places.astype(np.int64)).to(images.device).T[..., None]
+        rows = top + torch.arange(size[0], device=images.device)
+        columns = left + torch.arange(size[1], device=images.device)
+        image = torch.arange(len(images), device=images.device)[:, None, None, None]
+        channel = torch.arange(images.shape[1], device=images.device)[:, None, None]
+        # One gather, (N, C, h, w): the result has no view of the padded images.
+        cut: torch.Tensor = padded[image, channel, rows[:, None, :, None], columns[:, None, None]]
+        return cut
+
+
+def each_image(op: LibraryOp) -> Loop:
+    """What runs an op of torchvision's or timm's for each image of a batch."""
+    kind = RandomCrops if name_of(op) == "RandomCrop" else Loop
+    return kind(twin(op) if kind is RandomCrops else op)
+
+
 def takes_keys(transform: object) -> bool:
     """Whether a transform can sample for each image from a key."""
-    return type(transform) is Loop or (type(transform) is PerImage and transform.seed is None)
+    if type(transform) is PerImage:
+        return transform.seed is None
+    return isinstance(transform, Loop | Each)

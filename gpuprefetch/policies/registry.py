@@ -78,6 +78,7 @@ TIMM_NAFLEX = ("timm.data.naflex_transforms",)
 TIMM_AUTO = ("timm.data.auto_augment",)
 TIMM_ERASING = ("timm.data.random_erasing",)
 OURS = ("gpuprefetch.transforms.head",)
+OURS_PROCESSED = ("gpuprefetch.lists.processor",)
 OURS_CONVERTED = ("gpuprefetch.lists.fused",)
 LAUNCH = ("gpuprefetch.transforms.sampling",)
 
@@ -241,6 +242,7 @@ ROWS = (
     # This library's: the transforms, and what stands for them in the fused launch.
     Row("CenterCrop", OURS, Is.CROPS | Is.MOVES),
     Row("RandomCrop", OURS_CONVERTED, Is.CROPS | Is.EACH | Is.MOVES),
+    Row("ProcessorCrop", OURS_PROCESSED, Is.CROPS | Is.MOVES),
     Row("RandomResizedCrop", OURS, Is.CROPS | Is.EACH | Is.MOVES),
     Row("Resize", OURS, Is.CROPS | Is.MOVES),
     Row("ResizedCropOp", LAUNCH, Is.EACH | Is.MOVES),

@@ -36,6 +36,7 @@ def pair(size: int | Sequence[int], name: str) -> Size:
     return int(both[0]), int(both[1])
 
 
+LARGEST_SHARE = 10  # of an image's area, for a crop: who gives more means percent
 RESIZE_FILTERS = ("nearest", "nearest-exact", "bilinear", "bicubic")
 # A name, torchvision's InterpolationMode, or PIL's Resampling, which is an int.
 Interpolation = str | int | Enum
@@ -60,6 +61,8 @@ class Head:
 
     ops: tuple[HeadOp, ...] = ()
     size: Size | None = None  # None where the list does not fix it
+    # Whether the size is that of the images, which all have the same one. Those of each batch say.
+    keeps_size: bool = False
     interpolation: str = "bilinear"
     antialias: bool = True
     mean: list[float] | None = None  # in [0, 1] units
@@ -92,6 +95,10 @@ class Head:
         if self.mean is not None:
             return None
         return replace(self, mean=mean, std=std, names=(*self.names, "Normalize"))
+
+    def sized(self, size: Size) -> Self:
+        """For the images of one batch, whose results have this size."""
+        return replace(self, size=size) if self.keeps_size else self
 
     def empty(self, count: int, device: torch.device | str) -> torch.Tensor:
         """``(count, 3, H, W)``, not initialized, for what it makes of decoded images."""
@@ -210,7 +217,8 @@ class RandomResizedCrop(FusedTransform):
 
     Args:
         size: result, an int for a square or ``(height, width)``, in pixels.
-        scale: range of the crop's share of the area; above 1 it fits no image and is sampled again.
+        scale: range of the crop's share of the area; above 1 it fits no image and is sampled again,
+            and above 10 it is an error.
         ratio: range of width / height.
         interpolation: ``"bilinear"``, ``"bicubic"``, ``"nearest"`` (torch's) or ``"nearest-exact"``
             (PIL's NEAREST), or torchvision's ``InterpolationMode``.
@@ -235,6 +243,11 @@ class RandomResizedCrop(FusedTransform):
                 raise ValueError(
                     f"{name} must be (low, high) with 0 {above} low <= high, got {value!r}.{advice}"
                 )
+        if scale[1] > LARGEST_SHARE:
+            raise ValueError(
+                f"scale is a share of the area, 0 to 1, got {scale!r}. For 8 to 100 percent write "
+                "scale=(0.08, 1.0)."
+            )
         exact = pair(size, "RandomResizedCrop")
         super().__init__(ResizedCropOp(exact, tuple(scale), tuple(ratio), _filter(interpolation)))
 

@@ -213,6 +213,7 @@ class CenterCropOp:
 
     size: Size
     pad: bool  # torchvision pads a smaller image, kornia refuses it
+    floors: bool = False  # Hugging Face's processors round the offset down
 
     def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
         size = np.full_like(sampling.length, self.size)
@@ -220,8 +221,9 @@ class CenterCropOp:
         if not self.pad:
             _refuse_small(sampling, room, self.size, "CenterCrop")
             return sampling.crop(np.floor(room / 2), size)
-        # torchvision rounds the offset half to even, and puts the odd pixel of padding after.
-        return sampling.crop(np.where(room >= 0, np.rint(room / 2), -np.floor(-room / 2)), size)
+        # torchvision rounds the offset half to even. All put the odd pixel of padding after.
+        offset = np.floor(room / 2) if self.floors else np.rint(room / 2)
+        return sampling.crop(np.where(room >= 0, offset, -np.floor(-room / 2)), size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,493 @@
+"""What a dataset has in place of its pictures, while a view of it gives a sample.
+
+The code of a dataset may do anything with a picture before its transform and after it. So every
+sample must show that the transform got what was read, and that nothing touched what it gave::
+
+    Image.open(path), self.loader(path)    a Picture, which says that it is a PIL image
+    picture.convert("RGB")                 a Picture
+    self.transform(picture)                a Result, which says that it is a tensor
+    the sample that leaves the dataset     an EncodedImage
+
+A Picture that is used in another way becomes the real one, which the transform refuses. A Result
+cannot be used at all. An error that the dataset catches refuses the sample as well.
+
+A Picture that the dataset keeps becomes the real one when the sample has left. Other code may get
+it then, and torchvision's v2 would return a stand-in as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+
+import torch
+
+from gpuprefetch.core.nested import Sample, select
+from gpuprefetch.images.apart import image_of
+from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.images.folder import read_image, read_open
+from gpuprefetch.images.guard import (
+    Encoded,
+    UndecodedError,
+    begin_reading,
+    faults,
+    is_marked,
+)
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+AS_IT_IS = (
+    "The loader may also stay as it is: DataPrefetcher(loader) moves the batches that its workers "
+    "make ahead of the loop."
+)
+_BY_HAND = "DataPrefetcher(loader, transforms=convert_transforms(transform))."
+TWO_WAYS = (
+    "Two ways work. Let a folder apply the transform, and a Subset choose the samples: "
+    "Subset(ImageFolder(root, transform), indices). Or let __getitem__ return "
+    "EncodedImage(Path(path).read_bytes(), index, path) and apply no transform, and write "
+    f"{_BY_HAND}"
+)
+NO_FILES = (
+    "If its images are no files, as those of CIFAR10, let it give tensors, transform="
+    f"v2.PILToTensor(), and write {_BY_HAND} If it keeps pictures from before, let it keep their "
+    "files, kept = Path(path).read_bytes(), and open one in each call: "
+    'Image.open(io.BytesIO(kept)).convert("RGB").'
+)
+KEPT = (
+    "gave an image that it keeps from one call to the next, or has encoded itself. Here images are "
+    "not transformed yet, and its own samples would not be either. Let it keep the "
+    "bytes of files, and call its transform each time."
+)
+
+_INTO_TRANSFORM = "Put what changes a picture into the transform."
+
+
+# --- A picture, before the transform ---
+
+
+class _Attributes:
+    """Lays out an object as PIL's pictures are, so that it can become one."""
+
+
+class Picture(_Attributes, Encoded):
+    """A file that was opened as a picture, and perhaps converted to RGB, and nothing else.
+
+    Args:
+        file: which it is.
+        is_rgb: whether it was converted to RGB.
+    """
+
+    def __init__(self, file: EncodedImage, *, is_rgb: bool) -> None:
+        begin_reading()
+        self._file = file
+        self._is_rgb = is_rgb
+        self._real: Image.Image | None = None
+        self.touched = ""  # by which attribute
+        _sample.opened(self)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance() goes by
+        from PIL import Image
+
+        return Image.Image
+
+    @property
+    def mode(self) -> str:
+        return "RGB" if self._is_rgb else self._opened().mode
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self._opened().size
+
+    @property
+    def width(self) -> int:
+        return self.size[0]
+
+    @property
+    def height(self) -> int:
+        return self.size[1]
+
+    def convert(self, mode: str | None = None, *options: object, **named: object) -> Any:
+        if mode == "RGB" and not (self.touched or options or named):
+            return Picture(self._file, is_rgb=True)
+        return self._changed("convert")(mode, *options, **named)
+
+    def copy(self) -> Any:
+        return self._changed("copy")() if self.touched else self
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> Picture:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        # NumPy, copy and others ask for special methods that a picture may not have.
+        if name.startswith("__") and name != "__array_interface__":
+            raise AttributeError(name)
+        return self._changed(name)
+
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def __array__(self, *args: Any, **named: Any) -> Any:
+        import numpy as np
+
+        self._changed("__array_interface__")
+        return np.array(self._opened(), *args, **named)
+
+    def _opened(self) -> Image.Image:
+        """The real picture, which PIL decodes when its pixels are asked for."""
+        if self._real is None:
+            real = _opening.open(io.BytesIO(self._file.data))
+            real.filename = self._file.path
+            self._real = real
+        return self._real
+
+    def _changed(self, name: str) -> Any:
+        """An attribute of the real picture, which may change the picture or tell of its pixels."""
+        real = self._opened()
+        if self._is_rgb and not self.touched:
+            real = self._real = real.convert("RGB")
+        value = getattr(real, name)
+        self.touched = name
+        return value
+
+    def become_real(self) -> None:
+        """Turn into the picture that this one stands for, wherever the dataset has put it."""
+        broken = (OSError, ValueError, SyntaxError)  # as PIL has for such a file
+        with contextlib.suppress(*broken):
+            real = self._opened()
+            if self._is_rgb and not self.touched:
+                with contextlib.suppress(*broken):  # it is told when the picture is used
+                    real = real.convert("RGB")
+            vars(self).clear()
+            vars(self).update(vars(real))
+            vars(object)["__class__"].__set__(self, type(real))
+
+    @property
+    def name(self) -> str:
+        return f"the picture {self._file.path!r}" if self._file.path else "a picture"
+
+    def left_encoded(self, *, any_mode: bool) -> EncodedImage:
+        """The file, if nothing has touched the picture.
+
+        ``any_mode`` says that the transform makes RGB of any picture; else it must be that.
+        """
+        if self.touched:
+            raise UndecodedError(
+                f"{self.name} is changed, or its pixels are read, before the transform gets it: "
+                f"by .{self.touched}. {_INTO_TRANSFORM}"
+            )
+        if not (self._is_rgb or any_mode or self._is_of_rgb()):
+            raise UndecodedError(
+                f"{self.name} is {self.mode!r} and not RGB, and reaches the transform so. "
+                'Write Image.open(path).convert("RGB").'
+            )
+        return self._file
+
+    def _is_of_rgb(self) -> bool:
+        """Whether its pixels are RGB as they are; a file that PIL cannot open fails in decode."""
+        try:
+            return self.mode == "RGB"
+        except (OSError, ValueError, SyntaxError):
+            return True
+
+
+# --- What its transform gave ---
+
+
+class Result(EncodedImage):
+    """What a transform gave for a picture, until the sample has left its dataset."""
+
+    __slots__ = ()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance() goes by
+        return torch.Tensor
+
+    @staticmethod
+    def of(file: EncodedImage) -> Result:
+        result = Result(file.data, file.index, file.path)
+        if file._fault:
+            result._condemn(file._fault)
+        # Each call of a transform samples anew, so the images of a sample are sampled one by one.
+        result._set_apart()
+        return result
+
+    @classmethod
+    def __torch_function__(cls, *call: object, **named: object) -> NoReturn:
+        _refuse_use("a function of torch")
+
+
+def _refuse_use(name: str) -> NoReturn:
+    raise UndecodedError(
+        f"what the transform gave is used in __getitem__, by {name}, and it is not transformed "
+        "yet. Put that into the transform, or do it to the batch in the loop."
+    )
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Result, *others: object) -> NoReturn:
+        _refuse_use(name)
+
+    return refuse
+
+
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+_OTHERS = "lt le gt ge neg pos abs invert len iter getitem setitem bool float int".split()
+for _name in [f"{kind}{op}" for op in _ARITHMETIC for kind in ("", "r", "i")] + _OTHERS:
+    setattr(Result, f"__{_name}__", _refusing(f"__{_name}__"))
+
+
+class LeftEncoded:
+    """Stands for a transform that runs on the device.
+
+    Args:
+        any_mode: whether the transform makes RGB of whatever picture it gets.
+    """
+
+    def __init__(self, *, any_mode: bool) -> None:
+        self.any_mode = any_mode
+
+    def __call__(self, *given: object, **named: object) -> EncodedImage:
+        if len(given) != 1 or named:
+            raise UndecodedError(
+                f"the transform is called with {len(given) + len(named)} arguments, and not with "
+                "one picture."
+            )
+        (picture,) = given
+        if type(picture) is not Picture:
+            raise UndecodedError(_why_no_picture(picture))
+        result = Result.of(picture.left_encoded(any_mode=self.any_mode))
+        _sample.note(result)
+        return result
+
+
+def _why_no_picture(given: object) -> str:
+    if type(given) is Result:
+        return "the transform is called with what it has given already."
+    if isinstance(given, Encoded):
+        return "the transform is called with an EncodedImage. Pass transforms to DataPrefetcher."
+    kind = type(given)
+    name = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
+    before = f"the transform gets a {name}, and no file as self.loader or PIL.Image.open reads it."
+    if not _sample.pictures:
+        return f"{before} {NO_FILES}"
+    uses = [
+        f"The dataset uses .{each.touched} of {each.name}."
+        for each in _sample.pictures
+        if each.touched
+    ]
+    return " ".join([before, *uses[-1:], _INTO_TRANSFORM])
+
+
+# --- A sample ---
+
+
+class _Sample(threading.local):
+    """The sample that this thread reads: its pictures, and what its transforms have given."""
+
+    def __init__(self) -> None:
+        self.pictures: list[Picture] = []
+        self.results: list[Result] | None = None  # None while no sample is read
+
+    def __enter__(self) -> list[Result]:
+        self.results = results = list[Result]()
+        return results
+
+    def __exit__(self, *error: object) -> None:
+        self.pictures = []
+        self.results = None
+
+    def opened(self, picture: Picture) -> None:
+        if self.results is not None:
+            self.pictures.append(picture)
+
+    def note(self, result: Result) -> None:
+        if self.results is not None:
+            self.results.append(result)
+
+
+_sample = _Sample()
+
+
+def read_sample(get: Callable[[], Sample], who: str) -> Sample:
+    """A sample of a view, with an :class:`EncodedImage` for each result of its transform.
+
+    Args:
+        get: gives the sample. Views within views are asked in it.
+        who: is asked, for messages.
+
+    Raises:
+        UndecodedError: if a picture was touched, or what its transform gave.
+    """
+    if _sample.results is not None:
+        return get()
+    with _opening, faults as messages, _sample as results:
+        try:
+            sample = _shown(get, who, messages, results)
+        finally:
+            for picture in _kept_of(_sample.pictures):
+                picture.become_real()
+    for result in results:
+        # The sample has it wherever the dataset has put it, so it stays the same object.
+        vars(object)["__class__"].__set__(result, EncodedImage)
+    return sample
+
+
+def _shown(
+    get: Callable[[], Sample], who: str, messages: list[str], results: list[Result]
+) -> Sample:
+    """A sample that shows what became of its pictures."""
+    try:
+        sample = get()
+    except Exception as error:
+        if messages:
+            raise _refusal(who, messages) from error
+        raise
+    if messages:  # and the dataset has caught the error
+        raise _refusal(who, messages)
+    if fault := _fault_of(sample, results):
+        raise UndecodedError(f"{who} {fault} {TWO_WAYS}")
+    return sample
+
+
+def _kept_of(pictures: list[Picture]) -> list[Picture]:
+    """Those of a sample's pictures that something else than this list holds."""
+    counts = _references(pictures)
+    return [picture for picture, n in zip(pictures, counts, strict=True) if n > _ALONE]
+
+
+def _references(objects: Sequence[object]) -> list[int]:
+    return [sys.getrefcount(each) for each in objects]
+
+
+_ALONE = _references([object()])[0]
+
+
+def _refusal(who: str, messages: list[str]) -> UndecodedError:
+    return UndecodedError(f"{who}: {messages[0]} {TWO_WAYS}")
+
+
+def _fault_of(sample: Sample, made: list[Result]) -> str:
+    """Why a sample does not show what becomes of its pictures; empty if it does."""
+    images = select(sample, is_marked)
+    for image in images:
+        if type(image) is Picture:
+            return "gave a picture that its transform did not get."
+        if not any(image is result for result in made):
+            return KEPT
+    if images:
+        return ""
+    if made:
+        return "gave no image, though its transform has made one."
+    return transformed_already(sample)
+
+
+def transformed_already(sample: Sample) -> str:
+    """The fault of a sample whose image is a tensor; empty without any."""
+    if not isinstance(image_of(sample), torch.Tensor):
+        return ""
+    return (
+        "gave an image that is transformed already, such as a kept one. Let it call its transform "
+        "each time."
+    )
+
+
+# --- PIL.Image.open ---
+
+
+class _Opening:
+    """While a thread is in this scope, PIL.Image.open gives it a :class:`Picture`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readers: set[int] = set()
+        self._within: set[int] = set()  # readers that are in code of this package
+        self._original: Callable[..., Any] | None = None  # while it is replaced
+
+    def open(self, *args: Any, **named: Any) -> Any:
+        """PIL's own."""
+        from PIL import Image
+
+        return (self._original or Image.open)(*args, **named)
+
+    def __enter__(self) -> None:
+        from PIL import Image
+
+        with self._lock:
+            self._readers.add(threading.get_ident())
+            if self._original is None:
+                self._original = Image.open
+                Image.open = _open
+
+    def __exit__(self, *error: object) -> None:
+        from PIL import Image
+
+        with self._lock:
+            self._readers.discard(threading.get_ident())
+            if not self._readers and Image.open is _open:
+                Image.open = self._original  # type: ignore[assignment]
+                self._original = None
+
+    @property
+    def is_for_this_thread(self) -> bool:
+        thread = threading.get_ident()
+        return thread in self._readers and thread not in self._within
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Give this thread real pictures: reading a large file looks into it."""
+        thread = threading.get_ident()
+        self._within.add(thread)
+        try:
+            yield
+        finally:
+            self._within.discard(thread)
+
+    def forked(self) -> None:
+        """Forget the threads that do not exist in a new process, which may have held the lock."""
+        self._lock = threading.Lock()
+        self._readers = {threading.get_ident()} & self._readers
+        self._within = {threading.get_ident()} & self._within
+
+
+_opening = _Opening()
+if hasattr(os, "register_at_fork"):  # not on every platform
+    os.register_at_fork(after_in_child=_opening.forked)
+
+
+def _open(fp: Any, mode: str = "r", formats: Any = None) -> Any:
+    """PIL.Image.open, for a thread that reads a sample of a view."""
+    if mode != "r" or formats is not None or not _opening.is_for_this_thread:
+        return _opening.open(fp, mode, formats)
+    if isinstance(fp, (str, bytes, os.PathLike)):
+        return Picture(read_path(os.fsdecode(fp)), is_rgb=False)
+    return Picture(read_file(fp, getattr(fp, "name", "")), is_rgb=False)
+
+
+def read_path(path: str | os.PathLike[str]) -> EncodedImage:
+    with _opening.set_aside():
+        return read_image(path)
+
+
+def read_file(file: BinaryIO, path: object = "", index: int = -1) -> EncodedImage:
+    """Read an open file as an encoded image, from its beginning if it has one."""
+    path = path if isinstance(path, str) else ""
+    try:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+    except (AttributeError, io.UnsupportedOperation):
+        return EncodedImage(file.read(), index, path)
+    with _opening.set_aside():
+        return EncodedImage(read_open(file, size), index, path)
