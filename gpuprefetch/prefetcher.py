@@ -26,6 +26,7 @@ from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import build_stage, rebuilt
 from gpuprefetch.images.decode import ImageDecoder, decoded_by
+from gpuprefetch.images.handed import HandedOut, with_own_collate
 from gpuprefetch.images.imports import load_worker_modules
 from gpuprefetch.images.loading import LivingWorkers, noting_sampler, with_packing
 from gpuprefetch.images.notes import Notebook, Notes
@@ -163,6 +164,7 @@ class DataPrefetcher:
         memory_budget: str | int | None = None,
     ) -> None:
         _refuse_no_loader(loader)
+        loader = with_own_collate(loader)
         self._loader: Loader = loader
         self._options = Options(
             transforms=transforms,
@@ -188,8 +190,24 @@ class DataPrefetcher:
 
     @property
     def wrapped(self) -> Loader:
-        """The loader that was given, to set its attributes: ``prefetcher.wrapped.timeout = 60``."""
+        """The loader that was given, to set its attributes: ``prefetcher.wrapped.timeout = 60``.
+
+        A copy of one that was made of another prefetcher's parts, with its own collate function.
+        """
         return self._loader
+
+    @property
+    def collate_fn(self) -> HandedOut:
+        """The loader's, for another loader.
+
+        It raises where a batch without this prefetcher would be encoded, or lack its transforms.
+        """
+        return HandedOut(self._loader.collate_fn, self._left_to_us())
+
+    def _left_to_us(self) -> str:
+        """What another loader over :attr:`dataset` would lack beside the decode, in words."""
+        views = self._pipeline.views
+        return "its transforms" if len(views) > 1 or views[0].changes else ""
 
     @property
     def device(self) -> torch.device:
@@ -232,12 +250,21 @@ class DataPrefetcher:
         """What decodes encoded images, in words: for tools that explain it."""
         return decoded_by(self._pipeline.decoding.decoder, self.device)
 
-    def over(self, loader: Loader) -> DataPrefetcher:
-        """The same prefetcher over another loader, for tools that try one.
+    def over(self, loader: DataLoader[Any] | Iterable[Batch]) -> DataPrefetcher:
+        """The same prefetcher over another loader, such as one that a framework made of this one.
 
         The next epoch is the same, from its start. Counters, bad images and the share of the
         workers are apart.
+
+        Raises:
+            TypeError: for what the constructor takes as no loader.
+
+        Example:
+            >>> rest = accelerate.skip_first_batches(prepared, 3)
+            >>> rest.base_dataloader = prepared.base_dataloader.over(rest.base_dataloader)
         """
+        _refuse_no_loader(loader)
+        loader = self._read_by_us(loader)
         clone: DataPrefetcher = object.__new__(type(self))
         clone.__setstate__(
             self.__getstate__()
@@ -248,6 +275,10 @@ class DataPrefetcher:
             }
         )
         return clone
+
+    def _read_by_us(self, loader: Loader) -> Loader:
+        """What this prefetcher iterates of a loader that was made of its parts."""
+        return with_own_collate(loader)
 
     def __iter__(self) -> Iterator[Batch]:
         self._advice.of_ranks(self, self._loader)
