@@ -26,7 +26,7 @@ from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import build_stage, rebuilt
 from gpuprefetch.images.decode import ImageDecoder, decoded_by
-from gpuprefetch.images.handed import HandedOut, with_own_collate
+from gpuprefetch.images.handed import HandedOut, to_iterate
 from gpuprefetch.images.imports import load_worker_modules
 from gpuprefetch.images.loading import LivingWorkers, noting_sampler, with_packing
 from gpuprefetch.images.notes import Notebook, Notes
@@ -67,6 +67,11 @@ def _refuse_no_loader(loader: object) -> None:
         raise TypeError(
             f"A {type(loader).__name__} gives its batches once. Pass what can be iterated anew for "
             "each epoch, such as the DataLoader itself."
+        )
+    if isinstance(loader, DataLoader) and hasattr(type(loader), "__next__"):
+        raise TypeError(
+            f"{type(loader).__name__} is its own iterator (it has a __next__), as loaders are that "
+            "copy batches to the GPU by themselves. Use a plain DataLoader: the prefetcher copies."
         )
     if hasattr(loader, "base_dataloader"):  # its end would come before ours, ahead of the loop
         raise TypeError(
@@ -164,7 +169,7 @@ class DataPrefetcher:
         memory_budget: str | int | None = None,
     ) -> None:
         _refuse_no_loader(loader)
-        loader = with_own_collate(loader)
+        loader = to_iterate(loader)
         self._loader: Loader = loader
         self._options = Options(
             transforms=transforms,
@@ -192,7 +197,8 @@ class DataPrefetcher:
     def wrapped(self) -> Loader:
         """The loader that was given, to set its attributes: ``prefetcher.wrapped.timeout = 60``.
 
-        A copy of one that was made of another prefetcher's parts, with its own collate function.
+        A loader that repeats itself, or was made of another prefetcher's parts, has another one in
+        its place.
         """
         return self._loader
 
@@ -278,7 +284,7 @@ class DataPrefetcher:
 
     def _read_by_us(self, loader: Loader) -> Loader:
         """What this prefetcher iterates of a loader that was made of its parts."""
-        return with_own_collate(loader)
+        return to_iterate(loader)
 
     def __iter__(self) -> Iterator[Batch]:
         self._advice.of_ranks(self, self._loader)

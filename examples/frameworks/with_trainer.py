@@ -54,7 +54,8 @@ class Prefetched:
 
     def prefetched(self, prepared, transforms):
         loader = prepared.base_dataloader
-        if not isinstance(loader, DataPrefetcher):  # persistent workers: that of the last evaluation
+        # With persistent workers the Trainer keeps the loader of the last evaluation.
+        if not isinstance(loader, DataPrefetcher):
             prepared.base_dataloader = DataPrefetcher(
                 loader, device=self.args.device, transforms=list(transforms)
             )
@@ -87,12 +88,12 @@ def main(root, out, size=64, resume=None, **options):
         eval_transforms = (v2.Resize(size * 8 // 7), v2.CenterCrop(size), *FLOATS)
 
     train = load(root, "train")
-    options = {"num_train_epochs": 2, "dataloader_num_workers": 2, "eval_strategy": "epoch"} | options
+    defaults = {"num_train_epochs": 2, "dataloader_num_workers": 2, "eval_strategy": "epoch"}
     args = TrainingArguments(
         output_dir=out,
         remove_unused_columns=False,  # they are what set_transform reads
         report_to="none",
-        **options,
+        **defaults | options,
     )
     config = ViTConfig(
         image_size=size,

@@ -1,8 +1,8 @@
-"""The collate function that a prefetcher hands out: no other loader passes its batches half done.
+"""The collate function that a prefetcher hands out: no other loader gives batches half done.
 
-A framework that takes a loader apart (accelerate's ``skip_first_batches``) builds another DataLoader
-of its parts, without the prefetcher. Its batches would hold encoded images, or tensors that no
-transform has seen.
+A framework that takes a loader apart, as accelerate's ``skip_first_batches``, builds another
+DataLoader of its parts, without the prefetcher. Its batches would hold encoded images, or tensors
+that no transform has seen.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from torch.utils.data import DataLoader
 
 from gpuprefetch.core.loaders import changed
 from gpuprefetch.core.nested import Batch, Loader, Sample, select
+from gpuprefetch.core.repeating import with_epochs
 from gpuprefetch.images.guard import UndecodedError, is_marked
 
 _WHAT_TO_DO = (
-    "Put the prefetcher around that one too: prefetcher.over(loader). After accelerate's "
-    "skip_first_batches: rest.base_dataloader = prepared.base_dataloader.over(rest.base_dataloader)."
+    "Put the prefetcher around that one too: prefetcher.over(loader). After accelerate's rest = "
+    "skip_first_batches(prepared, n): "
+    "rest.base_dataloader = prepared.base_dataloader.over(rest.base_dataloader)."
 )
 
 
@@ -57,8 +59,13 @@ class HandedOut:
         return getattr(self.collate_fn, name)
 
 
-def with_own_collate(loader: Loader) -> Loader:
-    """A loader that was made of a prefetcher's parts, with the collate function of the first one."""
+def to_iterate(loader: Loader) -> Loader:
+    """The loader that a prefetcher iterates in place of a given one; mostly that one itself.
+
+    One that was made of a prefetcher's parts gets the collate function of the first loader, and
+    one that repeats itself gets epochs.
+    """
+    loader = with_epochs(loader)
     given = getattr(loader, "collate_fn", None)
     if isinstance(loader, DataLoader) and isinstance(given, HandedOut):
         return changed(loader, collate_fn=given.collate_fn)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from gpuprefetch.core.epoch import Lookahead
 from gpuprefetch.core.loaders import TorchLoader, changed, is_stream
 from gpuprefetch.core.nested import Loader
+from gpuprefetch.core.repeating import restarts
 from gpuprefetch.core.samplers import Key, sampler_name
 from gpuprefetch.core.workers import WorkerStart
 from gpuprefetch.images.collate import Announced, HostStage, announce
@@ -144,7 +145,7 @@ class LivingWorkers:
         running = None if self._epoch is None else self._epoch()
         if running is not None and not running.close():  # its thread waits for the same workers
             self._loader = None
-        if self._loader is None or anew:
+        if self._loader is None or anew or restarts(self._loader) != restarts(loader):
             self._origin = Origin(seed, epoch)
             self._origin.share()
             self._loader = with_packing(loader, replace(packer, origin=self._origin))

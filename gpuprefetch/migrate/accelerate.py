@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 from gpuprefetch.core.loaders import changed
 from gpuprefetch.core.nested import Loader
 from gpuprefetch.images.apart import is_image
-from gpuprefetch.images.handed import with_own_collate
+from gpuprefetch.images.handed import to_iterate
 from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.walk import Plan, Step, convert, read_for_tensors
@@ -71,7 +71,7 @@ def accelerate(
         >>> loader = gpuprefetch.accelerate(loader)
         >>> for images, target in loader: ...  # the loop is unchanged
     """
-    loader = with_own_collate(loader)
+    loader = to_iterate(loader)
     folders = folders_of(loader)
     split = _split(pipeline_of(folders), folders, keep_unknown=keep_unknown)
     refuse_under_way(loader)
@@ -217,8 +217,8 @@ class _Accelerated(DataPrefetcher):
             return changed(loader, dataset=ours)
         if dataset is not ours:
             raise TypeError(
-                "over() of what accelerate() made takes a loader over the same dataset. For another "
-                "one call accelerate(loader)."
+                "over() of what accelerate() made takes a loader over the same dataset. For "
+                "another one call accelerate(loader)."
             )
         return loader
 
@@ -235,7 +235,8 @@ class _Accelerated(DataPrefetcher):
             lines.append(f"  after them: {', '.join(map(title, added))}")
         collate = "worker CPU"
         if self._late:
-            collate = f"{title(self.wrapped.collate_fn)}, on the transformed images on {self.device}"
+            function = title(self.wrapped.collate_fn)
+            collate = f"{function}, on the transformed images on {self.device}"
         lines.append(f"  collate: {collate}")
         return "\n".join(lines)
 
