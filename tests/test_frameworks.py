@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from children import Child, ranks
 from PIL import Image
 from small_model import get_model
@@ -237,6 +238,21 @@ def test_a_prefetcher_goes_into_what_accelerate_prepares():
         DataPrefetcher(prepared, device="cpu")
     prepared.base_dataloader = DataPrefetcher(prepared.base_dataloader, device="cpu")
     assert sum(map(len, prepared)) == 42
+
+
+def test_what_accelerate_skips_needs_the_prefetcher_again():
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+
+    images = torch.arange(12.0).view(12, 1, 1, 1).expand(12, 3, 2, 2)
+    prepared = accelerator.prepare(DataLoader(images, 4))
+    loader = DataPrefetcher(prepared.base_dataloader, transforms=[lambda x: x + 1], device="cpu")
+    prepared.base_dataloader = loader
+    rest = accelerator.skip_first_batches(prepared, 1)
+    with pytest.raises(TypeError, match="lack its transforms") as told:
+        next(iter(rest))
+    exec(str(told.value).rpartition(": ")[2].rstrip("."), {"rest": rest, "prepared": prepared})
+    assert [batch[:, 0, 0, 0].tolist() for batch in rest] == [[5, 6, 7, 8], [9, 10, 11, 12]]
+    assert len(list(prepared)) == 3
 
 
 # torchdata 0.11 calls a function that torch 2.15 warns of.
