@@ -80,6 +80,24 @@ class RepeatingAtOnce(DataLoader):
         self.iterator = self._get_iterator()
 
 
+class RepeatingLater(DataLoader):
+    """As ultralytics' from 8.4 on, whose workers start with the first epoch."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", _Repeated(self.batch_sampler))
+        self.iterator = None
+
+    def __len__(self):
+        return len(self.batch_sampler.sampler)
+
+    def __iter__(self):
+        if self.iterator is None:
+            self.iterator = self._get_iterator()
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
 class _Numbered(_Repeated):
     def __iter__(self):
         numbered = getattr(self.sampler, "sampler", self.sampler)

@@ -3,11 +3,12 @@
 import os
 import pickle
 from operator import itemgetter
+from pathlib import Path
 
 import pytest
 import torch
 from fakes import numbered, prefetcher_of
-from one_iterator import OneIterator, Repeating, RepeatingAtOnce, Skipping
+from one_iterator import OneIterator, Repeating, RepeatingAtOnce, RepeatingLater, Skipping
 from pictures import draw, encode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from torchvision.datasets import ImageFolder
@@ -19,6 +20,7 @@ from gpuprefetch.images.guard import UndecodedError
 
 COUNT = 12
 CROP = [RandomResizedCrop(8)]
+ENDLESS = [Repeating, RepeatingAtOnce, RepeatingLater]
 PIPELINE = v2.Compose([v2.RandomResizedCrop(8), v2.PILToTensor()])
 
 
@@ -140,7 +142,7 @@ class Told(Dataset):
         return index, os.getpid(), self.word
 
 
-@pytest.mark.parametrize("kind", [Repeating, RepeatingAtOnce])
+@pytest.mark.parametrize("kind", ENDLESS)
 def test_a_loader_that_repeats_itself_keeps_its_workers(kind):
     data = Told()
     prefetcher = prefetcher_of(data, kind=kind, batch_size=5, num_workers=2, shuffle=True)
@@ -159,9 +161,12 @@ def test_a_loader_that_repeats_itself_keeps_its_workers(kind):
     assert orders[0] != orders[1]
     assert workers[0] == workers[1]
     assert not workers[1] & workers[2]
+    prefetcher.close()  # as ultralytics does at the end
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers[2])
+    assert len(list(prefetcher)) == 3
 
 
-@pytest.mark.parametrize("kind", [Repeating, RepeatingAtOnce])
+@pytest.mark.parametrize("kind", ENDLESS)
 def test_a_loader_that_repeats_itself_gets_epochs(files, kind):
     data = numbered(files)
 
@@ -184,7 +189,7 @@ def test_a_loader_that_repeats_itself_gets_epochs(files, kind):
     assert seen(resumed) == seen(loader(DataLoader, batch_size=4))[1:]
 
 
-@pytest.mark.parametrize("kind", [Repeating, RepeatingAtOnce])
+@pytest.mark.parametrize("kind", ENDLESS)
 def test_accelerate_moves_a_loader_that_repeats_itself(folder, kind):
     loader = kind(ImageFolder(folder, PIPELINE), batch_size=4, num_workers=1)
     moved = accelerate(loader, device="cpu", print_plan=False)

@@ -12,6 +12,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from weakref import WeakSet
 
 from torch.utils.data import DataLoader
 
@@ -21,7 +22,8 @@ from gpuprefetch.core.samplers import attribute, sampler_name
 
 # What the loader's __iter__ does, each line as ast.unparse() writes it.
 _ONE_EPOCH = re.compile(
-    r"(if self\.(?P<name>\w+) is None:\n    self\.(?P=name) = super\(\)\.__iter__\(\)\n)?"
+    r"(if self\.(?P<name>\w+) is None:\n"
+    r"    self\.(?P=name) = (super\(\)\.__iter__|self\._get_iterator)\(\)\n)?"
     r"for \w+ in range\(len\(self\)\):\n    yield next\(self\.\w+\)"
 )
 _WHOLE_PASSES = {"self.sampler", "iter(self.sampler)"}
@@ -41,10 +43,25 @@ class KeptWorkers(DataLoader[Batch]):
         # As it was built, with names that DataLoader locks.
         vars(self).update(given | own | {"persistent_workers": loader.num_workers > 0})
         self.restarts = 0
+        self._copies: WeakSet[KeptWorkers] = WeakSet()
+
+    def __copy__(self) -> KeptWorkers:
+        clone = object.__new__(KeptWorkers)
+        vars(clone).update(vars(self))
+        self._copies.add(clone)  # whose workers :meth:`close` ends
+        return clone
 
     def reset(self) -> None:
         """Let the next epoch start other workers, which see what has changed in the dataset."""
         self.restarts += 1
+
+    def close(self) -> None:
+        """End the workers. A later epoch starts others."""
+        self.reset()
+        for clone in self._copies:
+            if clone._iterator is not None:
+                clone._iterator._shutdown_workers()  # type: ignore[attr-defined]
+                clone._iterator = None
 
 
 def with_epochs(loader: Loader) -> Loader:
