@@ -99,6 +99,8 @@ class RepeatingLater(DataLoader):
 
 
 class _Numbered(_Repeated):
+    passes = 0
+
     def __iter__(self):
         numbered = getattr(self.sampler, "sampler", self.sampler)
         epoch = getattr(numbered, "epoch", 0)
@@ -106,19 +108,44 @@ class _Numbered(_Repeated):
             if hasattr(numbered, "set_epoch"):
                 numbered.set_epoch(epoch)
             epoch += 1
+            self.passes += 1
             yield from iter(self.sampler)
 
 
-class Skipping(RepeatingAtOnce):
+class Partly(DataLoader):
+    """Ends its epochs in the middle of a pass, and goes on there."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        object.__setattr__(self, "batch_sampler", _Repeated(self.batch_sampler))
+        self.iterator = None
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        if self.iterator is None:
+            self.iterator = super().__iter__()
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+class Skipping(DataLoader):
     """Leaves batches out, so that its epochs are not those of its sampler."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        vars(self)["batch_sampler"] = _EverySecond(self.batch_sampler.sampler)
-        self.iterator = DataLoader.__iter__(self)
+        object.__setattr__(self, "batch_sampler", _EverySecond(self.batch_sampler))
+        self.iterator = None
 
     def __len__(self):
         return len(self.batch_sampler.sampler) // 2
+
+    def __iter__(self):
+        if self.iterator is None:
+            self.iterator = super().__iter__()
+        for _ in range(len(self)):
+            yield next(self.iterator)
 
 
 class _EverySecond(_Repeated):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import numbered, prefetcher_of
-from one_iterator import OneIterator, Repeating, RepeatingAtOnce, RepeatingLater, Skipping
+from one_iterator import OneIterator, Partly, Repeating, RepeatingAtOnce, RepeatingLater, Skipping
 from pictures import draw, encode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from torchvision.datasets import ImageFolder
@@ -200,9 +200,19 @@ def test_accelerate_moves_a_loader_that_repeats_itself(folder, kind):
 def test_a_loader_that_does_more_than_repeat_is_left_as_it_is():
     counting = prefetcher_of(range(COUNT), kind=OneIterator, batch_size=4)
     assert type(counting.wrapped) is OneIterator
+    for kind in (Skipping, Partly):
+        assert type(prefetcher_of(range(COUNT), kind=kind, batch_size=2).wrapped) is kind
     skipping = prefetcher_of(range(COUNT), kind=Skipping, batch_size=2)
     for _ in range(2):
         assert [batch.tolist() for batch in skipping] == [[0, 1], [4, 5], [8, 9]]
+
+
+def test_what_a_repeating_sampler_does_before_a_pass_is_done_before_an_epoch():
+    loader = Repeating(range(COUNT), batch_size=4)
+    prefetcher = DataPrefetcher(loader, device="cpu")
+    for epoch in range(3):
+        assert len(list(prefetcher)) == 3
+        assert loader.batch_sampler.passes == epoch + 1
 
 
 class Copying(DataLoader):

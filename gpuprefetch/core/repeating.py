@@ -12,13 +12,15 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 from weakref import WeakSet
 
 from torch.utils.data import DataLoader
 
 from gpuprefetch.core.loaders import TorchLoader
 from gpuprefetch.core.nested import Batch, Loader
-from gpuprefetch.core.samplers import attribute, sampler_name
+from gpuprefetch.core.samplers import Key, sampler_name
 
 # What the loader's __iter__ does, each line as ast.unparse() writes it.
 _ONE_EPOCH = re.compile(
@@ -27,19 +29,38 @@ _ONE_EPOCH = re.compile(
     r"for \w+ in range\(len\(self\)\):\n    yield next\(self\.\w+\)"
 )
 _WHOLE_PASSES = {"self.sampler", "iter(self.sampler)"}
+_GET_ITERATOR = DataLoader._get_iterator
+
+
+class OnePass:
+    """The first pass of a sampler that repeats another one: the batches of an epoch.
+
+    Args:
+        repeated: gives pass after pass over its ``sampler``, and may do more before each of them.
+    """
+
+    def __init__(self, repeated: Any) -> None:
+        self._repeated = repeated
+
+    def __iter__(self) -> Iterator[Key]:
+        return islice(iter(self._repeated), len(self))
+
+    def __len__(self) -> int:
+        return len(self._repeated.sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy in the making has no _repeated
+            raise AttributeError(name)
+        return getattr(self._repeated, name)
 
 
 class KeptWorkers(DataLoader[Batch]):
-    """Stands for a loader that repeats itself. Its epochs have an end, and its workers live on.
+    """Stands for a loader that repeats itself. Its epochs have an end, and its workers live on."""
 
-    Args:
-        loader: the one that repeats itself.
-        passes: what it repeats, which gives the batches of one epoch, or their samples.
-    """
-
-    def __init__(self, loader: TorchLoader, passes: object) -> None:
+    def __init__(self, loader: TorchLoader) -> None:
         given = {key: value for key, value in vars(loader).items() if not _is_running(key, value)}
-        own = {sampler_name(loader): passes, "_iterator": None}
+        name = sampler_name(loader)
+        own = {name: OnePass(getattr(loader, name)), "_iterator": None}
         # As it was built, with names that DataLoader locks.
         vars(self).update(given | own | {"persistent_workers": loader.num_workers > 0})
         self.restarts = 0
@@ -69,10 +90,9 @@ def with_epochs(loader: Loader) -> Loader:
     if not isinstance(loader, DataLoader) or not _gives_whole_epochs(type(loader)):
         return loader
     repeated = getattr(loader, sampler_name(loader))
-    passes = attribute(repeated, "sampler")
-    if passes is None or not _gives_whole_passes(type(repeated)):
+    if not _gives_whole_passes(type(repeated)) or len(loader) != len(repeated.sampler):
         return loader
-    return KeptWorkers(loader, passes)
+    return KeptWorkers(loader)
 
 
 def _is_running(name: str, value: object) -> bool:
@@ -88,7 +108,7 @@ def restarts(loader: Loader) -> int:
 def _gives_whole_epochs(kind: type) -> bool:
     """Whether a DataLoader's class does no more than take as many batches as its length says."""
     own = [base for base in kind.__mro__ if "__iter__" in vars(base)]
-    if own[1:2] != [DataLoader] or kind._get_iterator is not DataLoader._get_iterator:  # type: ignore[attr-defined]
+    if own[1:2] != [DataLoader] or kind._get_iterator is not _GET_ITERATOR:  # type: ignore[attr-defined]
         return False
     function = _function(own[0])
     return function is not None and bool(_ONE_EPOCH.fullmatch(_body(function)))
