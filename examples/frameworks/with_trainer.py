@@ -38,7 +38,10 @@ transformers.trainer.skip_first_batches = skip_first_batches
 
 
 class Prefetched:
-    """Stands before ``Trainer`` among the bases of a class; its attributes are the transforms."""
+    """Stands before ``Trainer`` among the bases of a class.
+
+    Its attributes are the transforms: a list as for a ``DataPrefetcher``, or torchvision's pipeline.
+    """
 
     train_transforms = ()
     eval_transforms = ()
@@ -57,7 +60,7 @@ class Prefetched:
         # With persistent workers the Trainer keeps the loader of the last evaluation.
         if not isinstance(loader, DataPrefetcher):
             prepared.base_dataloader = DataPrefetcher(
-                loader, device=self.args.device, transforms=list(transforms)
+                loader, device=self.args.device, transforms=transforms
             )
         return prepared
 
@@ -84,8 +87,8 @@ def accuracy(predictions):
 
 def main(root, out, size=64, resume=None, **options):
     class ImageTrainer(Prefetched, Trainer):
-        train_transforms = (v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *FLOATS)
-        eval_transforms = (v2.Resize(size * 8 // 7), v2.CenterCrop(size), *FLOATS)
+        train_transforms = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *FLOATS]
+        eval_transforms = v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size), *FLOATS])
 
     train = load(root, "train")
     defaults = {"num_train_epochs": 2, "dataloader_num_workers": 2, "eval_strategy": "epoch"}
