@@ -26,7 +26,7 @@ from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import build_stage, rebuilt
 from gpuprefetch.images.decode import ImageDecoder, decoded_by
-from gpuprefetch.images.handed import HandedOut, to_iterate
+from gpuprefetch.images.handed import Finisher, HandedOut, registered, to_iterate
 from gpuprefetch.images.imports import load_worker_modules
 from gpuprefetch.images.loading import LivingWorkers, noting_sampler, with_packing
 from gpuprefetch.images.notes import Notebook, Notes
@@ -206,9 +206,31 @@ class DataPrefetcher:
     def collate_fn(self) -> HandedOut:
         """The loader's, for another loader.
 
-        It raises where a batch without this prefetcher would be encoded, or lack its transforms.
+        Batches that would be encoded without this prefetcher, or lack its transforms, are finished
+        by their ``to(device)``, with a warning. Anything else that is done with them raises.
         """
-        return HandedOut(self._loader.collate_fn, self._left_to_us())
+        finisher = self._finisher()
+        token = b"" if finisher is None else registered(finisher)
+        return HandedOut(
+            self._loader.collate_fn, self._left_to_us(), self._next_epoch, token, finisher
+        )
+
+    def _next_epoch(self) -> int:
+        self._progress.follow(self._loader)
+        return self._progress.epoch
+
+    def _finisher(self) -> Finisher | None:
+        """What finishes the batches of another loader over :attr:`dataset`."""
+
+        def begin(given: Loader, epoch: int) -> Iterator[Batch]:
+            other = self.over(given)
+            other.set_epoch(epoch)
+            return iter(other)
+
+        try:
+            return Finisher(begin, self.device, len(self))
+        except TypeError:  # a stream without a length: nothing tells when an epoch is over
+            return None
 
     def _left_to_us(self) -> str:
         """What another loader over :attr:`dataset` would lack beside the decode, in words."""

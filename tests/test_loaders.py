@@ -10,7 +10,7 @@ import torch
 from fakes import numbered, prefetcher_of
 from one_iterator import OneIterator, Partly, Repeating, RepeatingAtOnce, RepeatingLater, Skipping
 from pictures import draw, encode
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -62,31 +62,87 @@ def images_of(batch):
 @pytest.mark.parametrize("transforms", [CROP, None])
 def test_a_loader_made_of_the_parts_gives_nothing_half_done(files, collate, transforms, workers):
     options = {"collate_fn": collate, "num_workers": workers, "batch_size": 4, "seed": 1}
-    prefetcher = prefetcher_of(numbered(files), transforms=transforms, **options)
+    prefetcher, fresh = (
+        prefetcher_of(numbered(files), transforms=transforms, **options) for _ in range(2)
+    )
     whole = list(prefetcher)
-    rest = rebuilt(prefetcher, done=1)
-    with pytest.raises(UndecodedError, match=r"parts, and its batches lack .*\.over\(") as told:
-        next(iter(rest))
-    # What the message says.
-    assert "prefetcher.over(loader)" in str(told.value)
-    over = prefetcher.over(rest)
+    rest = rebuilt(fresh, done=1)
+    with pytest.warns(
+        UserWarning, match=r"parts, .* not ahead.*prefetcher\.over\(loader\)"
+    ) as told:
+        finished = [batch.to("cpu") for batch in rest]
+    assert len(told) == 1
+    # What the warning says.
+    over = fresh.over(rest)
     again = DataPrefetcher(rest, transforms=transforms, device="cpu", seed=1)
-    for other in (over, again):
-        other.set_epoch(0)
+    for other in (finished, over, again):
         for got, want in zip(other, whole[1:], strict=True):
             assert all(map(torch.equal, images_of(got), images_of(want)))
 
 
+USES = [
+    lambda batch: batch.mean(),
+    lambda batch: batch[0],
+    lambda batch: len(batch),
+    lambda batch: list(batch),
+    lambda batch: dict(**batch),
+    lambda batch: torch.stack(batch),
+]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_batch_that_is_not_finished_is_no_batch(files, use):
+    (batch,) = rebuilt(prefetcher_of(numbered(files), transforms=CROP, batch_size=COUNT))
+    with pytest.raises(TypeError, match=r"not decoded and transformed before batch\.to|Unfinished"):
+        use(batch)
+
+
+@pytest.mark.filterwarnings("ignore:A DataLoader was made of")
 def test_tensors_that_would_lack_transforms_are_no_batches_either():
     data = TensorDataset(torch.zeros(4, 3, 5, 5))
     moved = prefetcher_of(data, transforms=[lambda images: images + 1], batch_size=2)
-    with pytest.raises(UndecodedError, match="lack its transforms"):
-        next(iter(rebuilt(moved)))
+    with pytest.raises(TypeError, match="not decoded and transformed before"):
+        next(iter(rebuilt(moved)))[0]
+    assert torch.equal(next(iter(rebuilt(moved))).to("cpu")[0], torch.ones(2, 3, 5, 5))
     cast = prefetcher_of(data, dtype=torch.float64, batch_size=2)
-    with pytest.raises(UndecodedError, match="lack its transforms"):
-        next(iter(rebuilt(cast)))
+    assert next(iter(rebuilt(cast))).to("cpu")[0].dtype == torch.float64
     plain = prefetcher_of(data, batch_size=2)
     assert torch.equal(next(iter(rebuilt(plain)))[0], torch.zeros(2, 3, 5, 5))
+
+
+@pytest.mark.filterwarnings("ignore:A DataLoader was made of")
+def test_each_epoch_of_such_a_loader_has_its_own_random_parameters(files):
+    options = {"transforms": CROP, "batch_size": 4, "seed": 1}
+    prefetcher, fresh = (prefetcher_of(numbered(files), **options) for _ in range(2))
+    rest = rebuilt(fresh)
+    for _ in range(2):
+        for got, want in zip([batch.to("cpu") for batch in rest], prefetcher, strict=True):
+            assert torch.equal(got[0], want[0])
+
+
+@pytest.mark.filterwarnings("ignore:A DataLoader was made of", "ignore:on_error has left out")
+def test_a_batch_of_bad_files_alone_is_an_error_there(files):
+    data = numbered([b"no picture"] * 4 + files[:4])
+    prefetcher = prefetcher_of(data, transforms=CROP, batch_size=4, on_error="skip")
+    bad, good = rebuilt(prefetcher)
+    with pytest.raises(RuntimeError, match=r"left out all images .*on_error=\"replace\""):
+        bad.to("cpu")
+    with pytest.raises(RuntimeError):
+        good.to("cpu")  # the error has ended the epoch
+    over = prefetcher.over(rebuilt(prefetcher))
+    assert [target.tolist() for _, target in over] == [[4, 5, 6, 7]]
+
+
+def test_a_stream_without_a_length_is_refused_elsewhere(files):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from numbered(files)
+
+    prefetcher = prefetcher_of(Stream(), transforms=CROP)
+    rest = DataLoader(prefetcher.dataset, batch_size=4, collate_fn=prefetcher.collate_fn)
+    with pytest.raises(UndecodedError, match=r"lack its transforms.*\.over\(loader\)"):
+        next(iter(rest))
+    assert next(iter(prefetcher.over(rest)))[0].shape == (4, 3, 8, 8)
 
 
 def test_what_is_handed_out_has_what_the_collate_function_has():

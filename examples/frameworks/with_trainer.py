@@ -40,7 +40,7 @@ transformers.trainer.skip_first_batches = skip_first_batches
 class Prefetched:
     """Stands before ``Trainer`` among the bases of a class.
 
-    Its attributes are the transforms: a list as for a ``DataPrefetcher``, or torchvision's pipeline.
+    Its attributes are the transforms, as a ``DataPrefetcher`` takes them.
     """
 
     train_transforms = ()
@@ -87,7 +87,7 @@ def accuracy(predictions):
 
 def main(root, out, size=64, resume=None, **options):
     class ImageTrainer(Prefetched, Trainer):
-        train_transforms = [v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *FLOATS]
+        train_transforms = (v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *FLOATS)
         eval_transforms = v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size), *FLOATS])
 
     train = load(root, "train")

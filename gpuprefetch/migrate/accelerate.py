@@ -209,6 +209,10 @@ class _Accelerated(DataPrefetcher):
         # The ops of the pipeline are not missing there: the dataset that others get has them.
         return "the transforms that accelerate() was given" if self._moved.adds else ""
 
+    def _finisher(self) -> None:
+        # Others get decoded samples, on which the ops of the pipeline have run.
+        return None
+
     def _read_by_us(self, loader: Loader) -> Loader:
         loader = super()._read_by_us(loader)
         ours = self.wrapped.dataset
