@@ -326,6 +326,20 @@ def test_views(tmp_path, in_this_process):
     assert f"{rates[1]:,.0f} ({rates[1] / rates[0]:.3f}) |" in table.views_table([one, ten])
 
 
+def test_a_row_of_a_file_is_quoted_by_what_it_has():
+    rows = [{"kind": kind, "persistent": p, "edge_ms": ms} for kind, p, ms in ROWS]
+    found = {"file": "edge-a.json", "benchmark": "edge", "results": rows}
+    text = "costs {}<!-- = edge-a | kind=ahead, persistent=True | edge_ms | value --> ms"
+    assert quotes.problems(text.format("11"), [found]) == []
+    (wrong,) = quotes.problems(text.format("12"), [found])
+    assert "the files have 11" in wrong
+    (none,) = quotes.problems(text.replace("ahead", "else").format("11"), [found])
+    assert "no result has these columns" in none
+
+
+ROWS = [("ahead", True, 10.88), ("as ever", True, 71.2), ("ahead", False, 29.6)]
+
+
 def test_edge(tmp_path, monkeypatch):
     edge = importlib.import_module("edge")
     monkeypatch.setattr(edge, "COLUMNS", edge.COLUMNS[-1:])  # each is a process

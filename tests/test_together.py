@@ -12,17 +12,20 @@ from torchvision.transforms import v2
 
 from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, RandomResizedCrop
 from gpuprefetch.images import stage
-from gpuprefetch.images.decode import ImageDecoder
+from gpuprefetch.images.decode import ImageDecoder, NvjpegDecoder
 from gpuprefetch.images.header import decode_cpu
 
 BATCHES = 7  # of one image each: Triton's interpreter needs a fifth of a second for a launch
 
 
 @pytest.fixture(autouse=True)
-def as_on_a_gpu(threaded, large_tiles, constants):
+def as_on_a_gpu(request, large_tiles, constants):
     """Batches are prepared ahead of the loop, and four of them are one call."""
+    if request.node.get_closest_marker("gpu"):
+        return
     if torch.cuda.is_available():
-        pytest.skip("Triton compiles: tests/test_nvjpeg.py does it")
+        pytest.skip("Triton compiles: the GPU's tests do it")
+    request.getfixturevalue("threaded")
     constants(stage, SUB_BATCH=4)
 
 
@@ -91,6 +94,12 @@ def batches_of(files, batch=1, count=BATCHES, **instead):
         )
         for number in range(count)
     ]
+
+
+class Workers(list):
+    """Batches that are there, of a loader that says it has workers: an epoch gets its thread."""
+
+    num_workers = 1
 
 
 def prefetcher_of(loader, decoder, **options):
@@ -259,6 +268,37 @@ def test_a_loop_that_ends_early(files):
         if number == 3:
             break
     assert len([*prefetcher]) == BATCHES
+
+
+class Noted(NvjpegDecoder):
+    """Notes how many batches each call of nvJPEG has."""
+
+    def __init__(self):
+        super().__init__(torch.device("cuda", 0))
+        self.calls = []
+
+    def decode_together(self, orders):
+        self.calls.append(len(orders))
+        super().decode_together(orders)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transforms", LISTS)
+def test_a_gpu_decodes_batches_together(files, transforms):
+    def run_on_gpu(**options):
+        decoder = Noted()
+        loader = Workers(batches_of(files, batch=32, count=12))
+        options = {"transforms": LISTS[transforms], "seed": 3, "cpu_share": 0.0} | options
+        prefetcher = DataPrefetcher(loader, decoder=decoder, **options)
+        found = [(images.cpu(), targets.cpu()) for images, targets in prefetcher]
+        assert not prefetcher.stats.fallback_images
+        return found, decoder
+
+    together, several = run_on_gpu()
+    alone, one = run_on_gpu(device_prefetch_size=2)
+    assert_same(together, alone)
+    assert set(one.calls) == {1}
+    assert sum(several.calls) == 12 and (max(several.calls) > 1) == several.joins
 
 
 def test_orders_are_joined_by_their_parts():
