@@ -438,13 +438,14 @@ def _file(config: Config) -> list[str]:
 def _folder(config: Config, data: str, *, plain: bool) -> list[str]:
     """A folder of the files, each a class of its own: its label is its number."""
     numbers = f"range({config.count})"
-    made = "g.EncodedImageFolder(T.name)"
+    made = "g.EncodedImageFolder(root)"
     given = f"[(float(i), i) for i in {numbers}] if plain else {made}" if plain else made
     return [
-        "import os, tempfile; T = tempfile.TemporaryDirectory()",
+        "import atexit, pathlib, shutil, tempfile; root = tempfile.mkdtemp()",
+        "atexit.register(shutil.rmtree, root, True)",
         f"for i in {numbers}:",
-        '    os.mkdir(f"{T.name}/{i:03}")',
-        f'    open(f"{{T.name}}/{{i:03}}/{{i}}.jpg", "wb").write({data})',
+        '    path = pathlib.Path(root, f"{i:03}", f"{i}.jpg"); path.parent.mkdir()',
+        f"    path.write_bytes({data})",
         f"def Samples({'plain' * plain}): return {given}",
     ]
 
