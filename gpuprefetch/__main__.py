@@ -1,4 +1,4 @@
-"""Find what limits training, how far pixels move, and whether decoding is safe on this GPU."""
+"""Find what limits training, see what transforms do, and check that decoding is safe here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import gpuprefetch
 from gpuprefetch.core.device import resolve_device
-from gpuprefetch.core.report import versions
+from gpuprefetch.core.report import refuse_unwritable, versions
 from gpuprefetch.images.share import usable_cores
 from gpuprefetch.insight.named import NamedFiles
 
@@ -28,19 +28,52 @@ class Report(Protocol):
         """Everything in it, for JSON."""
 
 
-def _loader(args: argparse.Namespace, **options: Any) -> DataLoader[Any]:
+POLICIES = ("TrivialAugmentWide", "RandAugment", "AutoAugment", "AugMix")
+
+
+def _loader(args: argparse.Namespace, policy: str | None = None, **options: Any) -> DataLoader[Any]:
     """A folder with the training transforms of ImageNet."""
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
 
     ops = [v2.RandomResizedCrop(args.size), v2.RandomHorizontalFlip()]
+    ops += [getattr(v2, policy)()] if policy else []
     ops += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
     ops += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
     root = args.DATA / "train" if (args.DATA / "train").is_dir() else args.DATA
     return DataLoader(NamedFiles(ImageFolder(root, v2.Compose(ops))), shuffle=True, **options)
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A preview that was written."""
+
+    file: str
+    width: int
+    height: int
+    titles: list[list[str]]  # of each sample
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the picture, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        samples = len(self.titles)
+        return f"{self.file}: {samples} samples, {self.width} x {self.height} pixels"
+
+
+def _preview(args: argparse.Namespace) -> Report:
+    refuse_unwritable(args.output)
+    plain = _loader(args, args.policy)
+    loader = gpuprefetch.accelerate(plain, print_plan=False, device=args.device)
+    sheet = loader.preview(args.samples, draws=args.draws)
+    sheet.save(args.output)
+    return Saved(str(args.output), *sheet.size, sheet.info["titles"])
+
+
 def _parity(args: argparse.Namespace) -> Report:
+    if args.picture:
+        refuse_unwritable(args.picture)
     report = gpuprefetch.parity(_loader(args), args.count, device=args.device)
     if args.picture:
         report.picture(args.picture)
@@ -137,6 +170,10 @@ OPTIONS = {
     "--no-tune": Option("do not try other settings", is_flag=True),
     "--count": Option("images to compare", int, 256),
     "--picture": Option("save the images that differ most to this file", Path),
+    "--samples": Option("samples to show, spread over the folder", int, 16),
+    "--draws": Option("results for each sample", int, 1),
+    "--policy": Option("policy of torchvision's to show", choices=POLICIES),
+    "--output": Option("picture to write", Path, Path("preview.png")),
     "--rounds": Option("batches per check", int, 1000),
     "--device": Option("device, such as cuda:1 (default: the current GPU, else the CPU)"),
     "--json": Option("print the report as JSON", is_flag=True),
@@ -147,6 +184,11 @@ COMMANDS = {
         _doctor,
         "find what limits training on a folder, and which setting to change",
         [*FOLDER, "--model", "--loader", "--batch-size", "--workers", "--seconds", "--no-tune"],
+    ),
+    "preview": Command(
+        _preview,
+        "write a picture of samples, each original beside what the transforms make of it",
+        [*FOLDER, "--samples", "--draws", "--policy", "--output"],
     ),
     "parity": Command(
         _parity,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Protocol
 
 
@@ -28,6 +30,23 @@ def columns(rows: Iterable[Sequence[object]], right: Sequence[int] = ()) -> str:
     sides = [">" if i in right else "<" for i in range(len(widths))]
     form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
     return "\n".join(form.format(*row).rstrip() for row in cells)
+
+
+def refuse_unwritable(picture: Path) -> None:
+    """Refuse a file that a picture cannot be written to, before the work that makes the picture."""
+    from PIL import Image
+
+    if picture.is_dir():
+        raise ValueError(f"{picture} is a folder. Name a file in it: {picture / 'preview.png'}")
+    if picture.suffix.lower() not in Image.registered_extensions():
+        raise ValueError(
+            f"{picture}: the ending of a picture's name says its format: write "
+            f"{picture.with_suffix('.png')}"
+        )
+    if not picture.parent.is_dir():
+        raise ValueError(f"{picture.parent} is no folder to write {picture.name} to.")
+    if not os.access(picture if picture.exists() else picture.parent, os.W_OK):
+        raise ValueError(f"{picture} cannot be written: the permissions do not allow it.")
 
 
 def versions() -> dict[str, str]:
