@@ -35,11 +35,18 @@ SAMPLE_SECONDS = 1.0
 
 
 class Device:
-    """The first visible GPU through NVML, which needs no CUDA context in this process."""
+    """The first visible GPU through NVML, which needs no CUDA context in this process.
 
-    def __init__(self, nvml: Any = None) -> None:
+    Args:
+        nvml: the library; None looks for it.
+        used: whether the GPU is used at all. One that is not is as good as none.
+    """
+
+    def __init__(self, nvml: Any = None, *, used: bool = True) -> None:
         self._nvml: Any = None
         self._handle = ctypes.c_void_p()
+        if not used:
+            return
         with contextlib.suppress(OSError):
             nvml = nvml or ctypes.CDLL("libnvidia-ml.so.1")
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]

@@ -21,7 +21,7 @@ from typing import Any
 
 import ranks
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
@@ -66,6 +66,13 @@ class Settings:
         return self.size * 256 // 224
 
 
+def sampler_of(dataset: Dataset[Any], settings: Settings) -> Sampler[int]:
+    """The order of an epoch: torch's own samplers, where an epoch has each photo once."""
+    if settings.images != len(dataset):  # type: ignore[arg-type]
+        return _Repeated(dataset, num_samples=settings.images)  # type: ignore[arg-type]
+    return RandomSampler(dataset) if settings.train else SequentialSampler(dataset)  # type: ignore[arg-type]
+
+
 class _Repeated(RandomSampler):
     """Shuffles the dataset again and again until ``num_samples`` are drawn, without a huge list."""
 
@@ -82,7 +89,7 @@ def data_loader(dataset: Dataset[Any], settings: Settings, **options: Any) -> Da
     return DataLoader(
         dataset,
         batch_size=settings.batch_size,
-        sampler=_Repeated(dataset, num_samples=settings.images),
+        sampler=sampler_of(dataset, settings),
         num_workers=settings.workers,
         persistent_workers=settings.persistent and settings.workers > 0,
         pin_memory=settings.device == "cuda",

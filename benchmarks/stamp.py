@@ -36,14 +36,13 @@ class Checkout:
 def checkout(root: Path = ROOT) -> Checkout:
     """The commit and the changed files of the checkout at ``root``."""
     stamp = root / STAMP
-    listed = _of_git(root)
-    if listed is None and stamp.exists():
+    listed = [_of_git(root)]
+    if stamp.exists():
         written = json.loads(stamp.read_text())
-        listed = (written["commit"], written["files"])
-    if listed is None:
-        return Checkout(None, [])
-    commit, files = listed
-    return Checkout(commit, _changed(root, files))
+        listed.append((written["commit"], written["files"]))
+    found = [Checkout(each[0], _changed(root, each[1])) for each in listed if each is not None]
+    # A copy may come with the git of an earlier commit: files that are the stamp's tell.
+    return min(found, key=lambda checkout: checkout.dirty, default=Checkout(None, []))
 
 
 def write(root: Path = ROOT) -> None:

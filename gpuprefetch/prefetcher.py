@@ -136,9 +136,10 @@ class DataPrefetcher:
             of encoded images they are uint8 until a conversion, as torchvision has it.
         dtype: that of the images after the fused transforms; float32 by default.
         memory_format: that of the same images; contiguous by default.
-        device_prefetch_size: batches that are ready or in preparation. None is two, or one where
-            two would need more than 512 MiB. Without workers, and on a CPU, a batch is prepared
-            when the loop asks for it.
+        device_prefetch_size: batches that are ready or in preparation. None is two, more of batches
+            that one call decodes together (8 of 64 images), and fewer where they would need more
+            than 512 MiB. Without workers, and on a CPU, a batch is prepared when the loop asks for
+            it.
         decoder: "nvjpeg" on the GPU, called directly, or by "torchvision", whose ``decode_jpeg`` is
             used; "cpu" in the workers; "auto" is "nvjpeg" where that works, else "cpu".
         apply_exif: whether pictures are turned upright. False agrees with PIL and ``ImageFolder``.

@@ -102,6 +102,23 @@ def test_late_workers_decode_less_at_once():
     assert shares[-2:] == [0.8, 0.4]
 
 
+@pytest.mark.parametrize("burst", [2, 4, 8])
+def test_batches_that_come_in_bursts(burst):
+    """The share rises while that helps: a burst is as long whatever its batches are."""
+
+    def run_bursts(helps):
+        balancer = balancer_of()
+        for batch in range(1500):
+            whole = 0.0133 - 0.0095 * min(balancer.value, 0.3) * helps
+            first = batch % burst == 0
+            balancer.fetched(0.0007, 0.0)
+            balancer.handed_over(whole * burst if first else 1e-5, 0.01 * burst if first else 0.0)
+        return balancer.value
+
+    assert run_bursts(helps=True) > 0.2
+    assert run_bursts(helps=False) <= 0.05
+
+
 class Waits:
     """A stage of numbers that notes what it is told; ``run`` ends after the loop has asked."""
 

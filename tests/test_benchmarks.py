@@ -81,7 +81,8 @@ def test_train(train_main, in_this_process):
     assert found["protocol"] == protocol.VERSION
     metadata = found["metadata"]
     assert metadata["versions"]["torch"] and metadata["kernel"] and metadata["commit"]
-    assert metadata["gpu"] is metadata["gpu_uuid_hash"] is metadata["power_limit_w"] is None
+    known = [metadata[name] is not None for name in ("gpu", "gpu_uuid_hash", "power_limit_w")]
+    assert set(known) == {facts.Device().facts()["gpu"] is not None}
     assert found["photos"]["sample"]["distinct"] == 6
     ours, twin = found["results"]
     assert twin["column"] == protocol.TWIN
@@ -210,8 +211,9 @@ def test_a_sweep_finds_the_setting_that_later_runs_use(train_main, ran, monkeypa
     assert control["exact"] and control["settings_tried"] == 12
     assert fast in [name for name, _ in ran.tasks]
     cell = found["results"][0] | {"model": "resnet50"}
-    assert not sweep.fastest(tmp_path, None, cell).exact
-    assert sweep.fastest(tmp_path, None, cell | {"cores": 2}) is None  # all had more threads
+    gpu = found["metadata"]["gpu"]
+    assert not sweep.fastest(tmp_path, gpu, cell).exact
+    assert sweep.fastest(tmp_path, gpu, cell | {"cores": 2}) is None  # all had more threads
     assert sweep.fastest(tmp_path, "another GPU", cell) is None
     grid = sweep.grid("none", 2)
     assert len(grid) == 6 and all("threads=2" in column for column in grid)
@@ -322,6 +324,28 @@ def test_views(tmp_path, in_this_process):
     assert ten["views"] == [[4, 3, 32, 32]] * 2 + [[4, 3, 13, 13]] * 8
     rates = [r["images_per_second"]["median"] for r in (one, ten)]
     assert f"{rates[1]:,.0f} ({rates[1] / rates[0]:.3f}) |" in table.views_table([one, ten])
+
+
+def test_edge(tmp_path, monkeypatch):
+    edge = importlib.import_module("edge")
+    monkeypatch.setattr(edge, "COLUMNS", edge.COLUMNS[-1:])  # each is a process
+    output = tmp_path / "a.json"
+    edge.main(["--tiny", "--output", str(output)])
+    results = document(output)["results"]
+    assert [(r["kind"], r["persistent"]) for r in results] == edge.COLUMNS
+    for result in results:
+        assert len(result["edges_ms"]) == 2 and result["images_per_second"] > 0
+        assert {what for what, *_ in result["events"]} == edge.COLORS.keys()
+
+
+def test_decode(tmp_path, in_this_process):
+    decode = importlib.import_module("decode")
+    decode.main(["--tiny", "--output", str(tmp_path / "a.json")])
+    results = document(tmp_path / "a.json")["results"]
+    assert [(r["quality"], r["shortest"]) for r in results] == decode.KINDS
+    assert all(r["images_per_second"] > 0 and r["engine"] == "cpu" for r in results)
+    sizes = {r["quality"]: r["bytes_per_photo"] for r in results if r["shortest"] is None}
+    assert sizes[75] < sizes[85] < sizes[95]
 
 
 @pytest.mark.parametrize("script", ["kernel", "policy"])
@@ -459,6 +483,10 @@ def test_a_copy_without_git_knows_its_commit_and_what_was_changed(tmp_path):
     assert of_git.commit and not of_git.dirty
     shutil.rmtree(tmp_path / ".git")
     assert stamp.checkout(tmp_path) == of_git
+    git("init")  # a copy may come with the git of another commit
+    git("commit", "--allow-empty", "-m", "b")
+    assert stamp.checkout(tmp_path) == of_git
+    shutil.rmtree(tmp_path / ".git")
     module.write_text("a = 2\n")
     (tmp_path / "gpuprefetch" / "b.py").write_text("")
     assert stamp.checkout(tmp_path).changed == ["gpuprefetch/a.py", "gpuprefetch/b.py"]

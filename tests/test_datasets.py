@@ -653,56 +653,85 @@ class Keeping(Own):
         return self.transform(self.kept[index]), index
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_may_keep_the_pictures_that_it_opens(paths, workers):
-    plain = list(DataLoader(Own(paths, within_a_with), 3))
-    dataset = Keeping(paths, within_a_with)
-    loader = DataLoader(dataset, 3, num_workers=workers, persistent_workers=workers > 0)
-    prefetcher = accelerate(loader, **CPU)
-    assert dataset.kept == {}  # its own samples are as before, and so are those of a loader
-    for _ in range(2):
-        assert_same_batches(plain, prefetcher, atol=2 / 255)
-    assert len(dataset.kept) == (0 if workers else COUNT)
-    assert_same_batches(plain, DataLoader(dataset, 3), atol=0)
+BY_V2_ALONE = v2.Compose(
+    [v2.Resize(36), v2.CenterCrop(32), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+)
 
 
-def test_pictures_that_are_kept_may_be_used_elsewhere(paths):
+@pytest.mark.parametrize("pipeline", [PIPELINE, BY_V2_ALONE], ids=["v1", "v2"])
+def test_pictures_that_a_dataset_keeps_become_real(paths, pipeline):
+    """A dataset that keeps them is refused, but its own samples must be right from then on."""
     read = functools.cache(READS["Image.open"])
-    plain = list(DataLoader(Own(paths, READS["Image.open"]), 3))
-    prefetcher = accelerate(DataLoader(Own(paths, read), 3), **CPU)
-    for _ in range(2):
-        assert_same_batches(plain, prefetcher, atol=2 / 255)
-        assert_same_batches(plain, DataLoader(Own(paths, read), 3), atol=0)
-    real = READS["Image.open"](paths[2])
-    for make in (
-        lambda picture: picture,
-        lambda picture: picture.copy(),
-        copy.copy,
-        copy.deepcopy,
-        lambda picture: pickle.loads(pickle.dumps(picture)),
-        lambda picture: picture.convert("RGB"),
-    ):
-        made = make(read(paths[2]))
-        assert isinstance(made, Image.Image) and made.tobytes() == real.tobytes()
-        if made is not read(paths[2]):
-            made.paste(0, (0, 0, 9, 9))
-    assert_same_batches(plain, prefetcher, atol=2 / 255)
+    plain = list(DataLoader(Own(paths, READS["Image.open"], pipeline), 3))
+    list(
+        accelerate(
+            DataLoader(Own(paths[:1], lambda path: opened_again(path, read), pipeline)), **CPU
+        )
+    )
+    kept = read(paths[0])
+    real = READS["Image.open"](paths[0])
+    assert type(kept) is type(real) and kept.tobytes() == real.tobytes()
+    assert_same_batches(plain, DataLoader(Own(paths, read, pipeline), 3), atol=0)
+    copies = [kept.copy(), copy.copy(kept), copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))]
+    assert all(picture.tobytes() == real.tobytes() for picture in copies)
 
 
-def test_a_picture_that_is_kept_and_changed_is_named(paths):
+def opened_again(path, read):
+    """Read a picture that is kept, and give another one of the same file."""
+    read(path)
+    return Image.open(path).convert("RGB")
+
+
+def test_pictures_of_all_kinds_become_real(paths, tmp_path):
+    gray = tmp_path / "gray.png"
+    Image.fromarray(draw(50, 60, 1)).save(gray)
+    broken = tmp_path / "broken.jpg"
+    broken.write_bytes(Path(paths[0]).read_bytes()[:900])
+    kept = []
+
+    def read(path):
+        for file in (gray, broken, path):
+            kept.append(Image.open(file))
+            kept.append(Image.open(file).convert("RGB"))
+        kept[-1].paste(0, (0, 0, 9, 9))
+        kept[-2].mode  # noqa: B018
+        return Image.open(path).convert("RGB")
+
+    list(accelerate(DataLoader(Own(paths[:1], read)), **CPU))
+    modes = [picture.mode for picture in kept[-6:]]
+    assert modes == ["L", "RGB", "RGB", "RGB", "RGB", "RGB"]
+    with Image.open(gray) as picture:
+        assert kept[-6].tobytes() == picture.tobytes()
+        assert kept[-5].tobytes() == picture.convert("RGB").tobytes()
+    with pytest.raises(OSError, match="truncated"):
+        kept[-4].load()
+    changed = READS["Image.open"](paths[0])
+    assert kept[-2].tobytes() == changed.tobytes()
+    changed.paste(0, (0, 0, 9, 9))
+    assert kept[-1].tobytes() == changed.tobytes()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_keeps_pictures_is_told_to_keep_files(paths, workers):
+    class Later(Keeping):
+        """Keeps them but for the first."""
+
+        def __getitem__(self, index):
+            self.kept.pop(0, None)
+            return super().__getitem__(index)
+
     dataset = Keeping(paths, READS["Image.open"])
-    prefetcher = accelerate(DataLoader(dataset, 3), **CPU)
-    list(prefetcher)
-    dataset.kept[4].paste(0, (0, 0, 20, 20))
-    changed = READS["Image.open"](paths[4])
-    changed.paste(0, (0, 0, 20, 20))
-    assert torch.equal(dataset[4][0], PIPELINE(changed))
-    again = pickle.loads(pickle.dumps(dataset.kept[4]))
-    assert again.tobytes() == changed.tobytes()
-    with pytest.raises(
-        TypeError, match=r"Keeping\.__getitem__\(4\).*4\.jpg' is kept .*was changed"
-    ):
+    with pytest.raises(TypeError, match=r"Keeping\.__getitem__\(0\).*let it keep their files"):
+        accelerate(DataLoader(dataset, 3), **CPU)
+    assert dataset.kept == {}
+    plain = list(DataLoader(Own(paths, READS["Image.open"]), 3))
+    dataset = Later(paths, READS["Image.open"])
+    options = {"num_workers": workers, "persistent_workers": workers > 0}
+    prefetcher = accelerate(DataLoader(dataset, 3, **options), **CPU)
+    assert_same_batches(plain, prefetcher, atol=2 / 255)
+    with pytest.raises(TypeError, match=r"Later\.__getitem__\(1\).*let it keep their files"):
         list(prefetcher)
+    assert_same_batches(plain, DataLoader(dataset, 3), atol=0)
 
 
 def test_pictures_that_were_kept_before_are_told_to_be_files(paths):

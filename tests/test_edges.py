@@ -36,22 +36,6 @@ class Drawing(EncodedImageFolder):
         return image, int(torch.randint(1 << 30, ()))
 
 
-def one_more(target):
-    return target + 1
-
-
-def nothing(worker):
-    pass
-
-
-def images_of(samples):
-    return [image for image, _ in samples]
-
-
-def targets_of(samples):
-    return [target for _, target in samples]
-
-
 class Shuffled(Sampler):
     """A sampler of the user's."""
 
@@ -235,13 +219,29 @@ def test_workers_live_on_where_nothing_can_have_changed(photo_folder):
     until(lambda: not alive())
 
 
+def add_one(target):
+    return target + 1
+
+
+def do_nothing(worker):
+    pass
+
+
+def images_of(samples):
+    return [image for image, _ in samples]
+
+
+def targets_of(samples):
+    return [target for _, target in samples]
+
+
 REASONS = {
     "a dataset of the user's": lambda root: prefetcher_of(Own(root), False),
     "a function on targets": lambda root: prefetcher_of(
-        EncodedImageFolder(root, target_transform=one_more), False
+        EncodedImageFolder(root, target_transform=add_one), False
     ),
     "a function in the workers": lambda root: prefetcher_of(
-        EncodedImageFolder(root), False, worker_init_fn=nothing
+        EncodedImageFolder(root), False, worker_init_fn=do_nothing
     ),
     "a collate function": lambda root: prefetcher_of(
         EncodedImageFolder(root), False, collate_fn=images_of

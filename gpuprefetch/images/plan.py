@@ -27,6 +27,8 @@ BLOCK = 512  # torch's caching allocator rounds up to it
 # of three photos, two calls at a time, decode 425.
 SUB_BATCH = 256
 SUB_BATCH_BYTES = 256 << 20
+# The most batches that one call decodes, of 32 images or fewer.
+TOGETHER = 8
 # The same bytes where the GPU has no engines: a call then needs as long whatever its size.
 WHOLE_BATCH_BYTES = 512 << 20
 # The most bytes that workers decoded in one copy, usually all of a batch. It goes with a call.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple
 
 import torch
 
 from gpuprefetch.core.nested import Loader
+from gpuprefetch.images.plan import TOGETHER
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of Linux's control groups, version 2
 # Cores left to the training thread, the prefetch thread and the DataLoader's pin thread.
@@ -20,7 +21,7 @@ CUDA_AS_CORES = 5
 # The balancer decides every WINDOW batches. FEW batches are enough to show late workers, and to
 # decide where they need LONG seconds, as batches of large photos do.
 WINDOW = 32
-FEW = 8
+FEW = TOGETHER  # and a run of so many holds whole bursts, in which batches come that were together
 LONG = 1.0
 # The loop waits for decode where it waits for more than this part of the time. Workers are late
 # where the loader is later than that, beside its lateness without a share: a batch needs a while
@@ -81,8 +82,10 @@ class _Window:
 
     @property
     def period(self) -> float:
-        """Seconds from one batch to the next, in the median."""
-        return median(self._periods)
+        """Seconds from one batch to the next, in the median of some runs of batches."""
+        last = max(len(self._periods) - FEW, 0)
+        runs = [self._periods[i : i + FEW] for i in range(0, last + 1, FEW)]
+        return median(map(mean, runs))
 
     @property
     def waited_part(self) -> float:
@@ -177,7 +180,8 @@ class Balancer:
             return
         window.add(period, waited)
         seconds = window.seconds
-        if self.value and window.batches >= FEW and window.late > (self._usual + LATE) * seconds:
+        is_late = window.late > (self._usual + LATE) * seconds
+        if self.value and not window.batches % FEW and is_late:
             self._give_up(self._tried.share if self._tried else self.value / 2)
         elif window.batches >= (WINDOW if seconds < LONG else FEW):
             if not self.value:

@@ -22,7 +22,7 @@ from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
 from gpuprefetch.images.notes import Notes
 from gpuprefetch.images.packer import Packer, Packing
-from gpuprefetch.images.plan import SUB_BATCH, SUB_BATCH_BYTES, ImageCost, cost_of
+from gpuprefetch.images.plan import SUB_BATCH, SUB_BATCH_BYTES, TOGETHER, ImageCost, cost_of
 from gpuprefetch.images.prepared import PreparedImages, is_encoded
 from gpuprefetch.images.share import Balancer
 from gpuprefetch.images.slab import unmap_dead
@@ -118,7 +118,7 @@ class Pipeline:
             self.balancer.handed_over(period, waited)
 
     def gathers(self, images: int) -> int:
-        return SUB_BATCH // max(images, 1) if self.decoding.joins else 1
+        return min(SUB_BATCH // max(images, 1), TOGETHER) if self.decoding.joins else 1
 
     def begin_together(self, batches: Sequence[tuple[int, Batch]]) -> None:
         try:

@@ -11,8 +11,8 @@ sample must show that the transform got what was read, and that nothing touched 
 A Picture that is used in another way becomes the real one, which the transform refuses. A Result
 cannot be used at all. An error that the dataset catches refuses the sample as well.
 
-A dataset may keep the Picture that it has opened. Elsewhere than in a sample of a view, as in a
-plain loader over the same dataset, that one does what the real picture does.
+A Picture that the dataset keeps becomes the real one when the sample has left. Other code may get
+it then, and torchvision's v2 would return a stand-in as it is.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import torch
@@ -61,8 +61,8 @@ NO_FILES = (
 )
 KEPT = (
     "gave an image that it keeps from one call to the next, or has encoded itself. Here images are "
-    "not transformed yet, and its own samples would not be either. Let it keep files or "
-    "pictures, and call its transform each time."
+    "not transformed yet, and its own samples would not be either. Let it keep the "
+    "bytes of files, and call its transform each time."
 )
 
 _INTO_TRANSFORM = "Put what changes a picture into the transform."
@@ -71,7 +71,11 @@ _INTO_TRANSFORM = "Put what changes a picture into the transform."
 # --- A picture, before the transform ---
 
 
-class Picture(Encoded):
+class _Attributes:
+    """Lays out an object as PIL's pictures are, so that it can become one."""
+
+
+class Picture(_Attributes, Encoded):
     """A file that was opened as a picture, and perhaps converted to RGB, and nothing else.
 
     Args:
@@ -79,15 +83,12 @@ class Picture(Encoded):
         is_rgb: whether it was converted to RGB.
     """
 
-    __slots__ = ("_file", "_is_lent", "_is_rgb", "_real", "touched")
-
     def __init__(self, file: EncodedImage, *, is_rgb: bool) -> None:
         begin_reading()
         self._file = file
         self._is_rgb = is_rgb
         self._real: Image.Image | None = None
-        self.touched = ""  # by which attribute, in a sample
-        self._is_lent = False  # whether the real picture was used elsewhere
+        self.touched = ""  # by which attribute
         _sample.opened(self)
 
     @property  # type: ignore[misc]
@@ -113,12 +114,12 @@ class Picture(Encoded):
         return self.size[1]
 
     def convert(self, mode: str | None = None, *options: object, **named: object) -> Any:
-        if mode == "RGB" and self._stands and not (options or named):
+        if mode == "RGB" and not (self.touched or options or named):
             return Picture(self._file, is_rgb=True)
         return self._changed("convert")(mode, *options, **named)
 
     def copy(self) -> Any:
-        return self if self._stands else self._changed("copy")()
+        return self._changed("copy")() if self.touched else self
 
     def close(self) -> None:
         pass
@@ -152,49 +153,26 @@ class Picture(Encoded):
             self._real = real
         return self._real
 
-    @property
-    def _stands(self) -> bool:
-        """Whether the file is what the picture shows, as far as this sample is concerned."""
-        return _sample.is_read and not self._why_not_left()
-
     def _changed(self, name: str) -> Any:
         """An attribute of the real picture, which may change the picture or tell of its pixels."""
         real = self._opened()
-        if not (self.touched or self._is_lent):
-            real = self._real = self._converted(real)
+        if self._is_rgb and not self.touched:
+            real = self._real = real.convert("RGB")
         value = getattr(real, name)
-        if _sample.is_read:
-            self.touched = name
-        self._is_lent = True
+        self.touched = name
         return value
 
-    def _converted(self, real: Image.Image) -> Image.Image:
-        return real.convert("RGB") if self._is_rgb else real
-
-    def _why_not_left(self) -> str:
-        """What was done to the picture; empty if it shows what its file holds."""
-        if self.touched:
-            by = f"by .{self.touched}"
-            return f"is changed, or its pixels are read, before the transform gets it: {by}"
-        if self._is_lent and self._differs():
-            return "is kept by the dataset, and was changed between two samples"
-        return ""
-
-    def _differs(self) -> bool:
-        """Whether the real picture, which was used elsewhere, is not that of the file any more."""
-        real = self._opened()
-        file = self._converted(_opening.open(io.BytesIO(self._file.data)))
-        if (file.mode, file.size) != (real.mode, real.size):
-            return True
-        with contextlib.suppress(OSError, ValueError, SyntaxError):
-            return file.tobytes() != real.tobytes()
-        return False  # nothing can change the pixels of a file that PIL cannot decode
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        # pickle asks for the __class__, and looks for that of a picture.
-        if self._why_not_left():
-            return self._opened().copy, ()
-        return partial(Picture, is_rgb=self._is_rgb), (self._file,)
+    def become_real(self) -> None:
+        """Turn into the picture that this one stands for, wherever the dataset has put it."""
+        broken = (OSError, ValueError, SyntaxError)  # as PIL has for such a file
+        with contextlib.suppress(*broken):
+            real = self._opened()
+            if self._is_rgb and not self.touched:
+                with contextlib.suppress(*broken):  # it is told when the picture is used
+                    real = real.convert("RGB")
+            vars(self).clear()
+            vars(self).update(vars(real))
+            vars(object)["__class__"].__set__(self, type(real))
 
     @property
     def name(self) -> str:
@@ -205,8 +183,11 @@ class Picture(Encoded):
 
         ``any_mode`` says that the transform makes RGB of any picture; else it must be that.
         """
-        if why := self._why_not_left():
-            raise UndecodedError(f"{self.name} {why}. {_INTO_TRANSFORM}")
+        if self.touched:
+            raise UndecodedError(
+                f"{self.name} is changed, or its pixels are read, before the transform gets it: "
+                f"by .{self.touched}. {_INTO_TRANSFORM}"
+            )
         if not (self._is_rgb or any_mode or self._is_of_rgb()):
             raise UndecodedError(
                 f"{self.name} is {self.mode!r} and not RGB, and reaches the transform so. "
@@ -328,10 +309,6 @@ class _Sample(threading.local):
         self.pictures = []
         self.results = None
 
-    @property
-    def is_read(self) -> bool:
-        return self.results is not None
-
     def opened(self, picture: Picture) -> None:
         if self.results is not None:
             self.pictures.append(picture)
@@ -358,19 +335,44 @@ def read_sample(get: Callable[[], Sample], who: str) -> Sample:
         return get()
     with _opening, faults as messages, _sample as results:
         try:
-            sample = get()
-        except Exception as error:
-            if messages:
-                raise _refusal(who, messages) from error
-            raise
-        if messages:  # and the dataset has caught the error
-            raise _refusal(who, messages)
-        if fault := _fault_of(sample, results):
-            raise UndecodedError(f"{who} {fault} {TWO_WAYS}")
+            sample = _shown(get, who, messages, results)
+        finally:
+            for picture in _kept_of(_sample.pictures):
+                picture.become_real()
     for result in results:
         # The sample has it wherever the dataset has put it, so it stays the same object.
         vars(object)["__class__"].__set__(result, EncodedImage)
     return sample
+
+
+def _shown(
+    get: Callable[[], Sample], who: str, messages: list[str], results: list[Result]
+) -> Sample:
+    """A sample that shows what became of its pictures."""
+    try:
+        sample = get()
+    except Exception as error:
+        if messages:
+            raise _refusal(who, messages) from error
+        raise
+    if messages:  # and the dataset has caught the error
+        raise _refusal(who, messages)
+    if fault := _fault_of(sample, results):
+        raise UndecodedError(f"{who} {fault} {TWO_WAYS}")
+    return sample
+
+
+def _kept_of(pictures: list[Picture]) -> list[Picture]:
+    """Those of a sample's pictures that something else than this list holds."""
+    counts = _references(pictures)
+    return [picture for picture, n in zip(pictures, counts, strict=True) if n > _ALONE]
+
+
+def _references(objects: Sequence[object]) -> list[int]:
+    return [sys.getrefcount(each) for each in objects]
+
+
+_ALONE = _references([object()])[0]
 
 
 def _refusal(who: str, messages: list[str]) -> UndecodedError:

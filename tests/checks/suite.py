@@ -184,13 +184,11 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     """What to exit with."""
     args = parse(words)
-    device = harness.Device()
-    gpu = None if args.cpu else device.facts()["gpu"]
+    device = harness.Device(used=not args.cpu)
+    gpu = device.facts()["gpu"]
     args.output = args.output or table.RESULTS / f"suite-{name_of(gpu)}.json"
     document = harness.Document("suite", args, device, anew=not args.go_on)
     metadata = document.content["metadata"]
-    if args.cpu:
-        metadata["gpu"] = None
     document.content["dirty"] = metadata.get("dirty", str(metadata["commit"]).endswith("-dirty"))
     results = suite(args, document)
     document.content["summary"] = summary(results)

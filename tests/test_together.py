@@ -1,0 +1,255 @@
+"""Batches that the loader has already are decoded in one call; each is as if it were alone."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from conftest import draw_photo
+from PIL import Image
+from torchvision.transforms import v2
+
+from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, RandomResizedCrop
+from gpuprefetch.images import stage
+from gpuprefetch.images.decode import ImageDecoder
+from gpuprefetch.images.header import decode_cpu
+
+BATCHES = 7  # of one image each: Triton's interpreter needs a fifth of a second for a launch
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(threaded, large_tiles, constants):
+    """Batches are prepared ahead of the loop, and four of them are one call."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles: tests/test_nvjpeg.py does it")
+    constants(stage, SUB_BATCH=4)
+
+
+class Joining(ImageDecoder):
+    """Decodes on the CPU, and notes how many batches each call has.
+
+    Args:
+        joins: whether it is given several batches at a time.
+        fault: called with each file; what it raises is raised.
+        skips: the bytes of a file that calls of several batches leave out without a word.
+    """
+
+    canaries = True
+
+    def __init__(self, *, joins=True, fault=lambda file: None, skips=b""):
+        super().__init__(torch.device("cpu"))
+        self.joins = joins
+        self.fault = fault
+        self.skips = skips
+        self.calls = []
+
+    def decode(self, call, buffer, out):
+        self.decode_together([(call, buffer, out)])
+
+    def decode_together(self, orders):
+        self.calls.append(len(orders))
+        for call, buffer, out in orders:
+            for file, picture in zip(call.files(buffer), call.pictures(out), strict=True):
+                data = bytes(file.numpy())
+                self.fault(data)
+                if len(orders) == 1 or data != self.skips:
+                    picture.copy_(decode_cpu(file))
+
+
+def refuse(data):
+    """A fault: the decoder refuses this file."""
+
+    def check(file):
+        if file == data:
+            raise RuntimeError("this file is not for this decoder")
+
+    return check
+
+
+@pytest.fixture(scope="module")
+def files():
+    """16 JPEGs of different sizes."""
+    made = []
+    for i in range(16):
+        file = io.BytesIO()
+        Image.fromarray(draw_photo(20 + i, 30, seed=i)).save(file, "JPEG")
+        made.append(file.getvalue())
+    return made
+
+
+def batches_of(files, batch=1, count=BATCHES, **instead):
+    """A loader whose batches are all there; ``instead`` has other bytes for some images."""
+    others = {int(name[1:]): data for name, data in instead.items()}
+    return [
+        (
+            [
+                EncodedImage(others.get(i, files[i % len(files)]), i)
+                for i in range(number * batch, (number + 1) * batch)
+            ],
+            torch.arange(number * batch, (number + 1) * batch),
+        )
+        for number in range(count)
+    ]
+
+
+def prefetcher_of(loader, decoder, **options):
+    options = {"transforms": [RandomResizedCrop(8)], "seed": 3, "cpu_share": 0.0} | options
+    return DataPrefetcher(loader, device="cpu", decoder=decoder, **options)
+
+
+def run(loader, decoder, **options):
+    """All batches, and the prefetcher."""
+    prefetcher = prefetcher_of(loader, decoder, **options)
+    return [(images.clone(), targets) for images, targets in prefetcher], prefetcher
+
+
+def assert_same(first, second):
+    assert len(first) == len(second)
+    for (images, targets), (others, other_targets) in zip(first, second, strict=True):
+        assert torch.equal(images, others)
+        assert torch.equal(targets, other_targets)
+
+
+LISTS = {
+    "fused": [RandomResizedCrop(8)],
+    "policy": [RandomResizedCrop(8), v2.RandomHorizontalFlip(), v2.RandAugment()],
+}
+
+
+@pytest.mark.parametrize("transforms", LISTS)
+def test_results_order_and_draws_are_those_of_single_batches(files, transforms):
+    together = Joining()
+    loader = batches_of(files)
+    one, _ = run(loader, Joining(joins=False), transforms=LISTS[transforms])
+    several, _ = run(loader, together, transforms=LISTS[transforms])
+    assert_same(several, one)
+    assert together.calls == [1, 2, 4]
+
+
+def test_calls_grow_from_one_batch_to_what_one_call_holds(files):
+    decoder = Joining()
+    run(batches_of(files, count=12), decoder)
+    assert decoder.calls == [1, 2, 4, 4, 1]
+
+
+def test_no_more_than_eight_batches_are_one_call(files, constants):
+    constants(stage, SUB_BATCH=100)
+    decoder = Joining()
+    run(batches_of(files, count=16), decoder)
+    assert decoder.calls == [1, 2, 4, 8, 1]
+
+
+def test_a_large_batch_is_a_call_of_its_own(files):
+    decoder = Joining()
+    run(batches_of(files, batch=3, count=2), decoder)
+    assert decoder.calls == [1, 1]
+
+
+@pytest.mark.parametrize(("depth", "calls"), [(2, [1] * 4), (3, [1] * 4), (4, [1, 2, 1])])
+def test_no_more_are_ready_than_the_user_says(files, depth, calls):
+    decoder = Joining()
+    run(batches_of(files, count=4), decoder, device_prefetch_size=depth)
+    assert decoder.calls == calls
+
+
+def test_a_memory_budget_is_for_one_batch_at_a_time(files):
+    decoder = Joining()
+    run(batches_of(files, count=4), decoder, memory_budget="1MB")
+    assert set(decoder.calls) == {1}
+
+
+def test_a_file_that_the_decoder_refuses(files):
+    decoder = Joining(fault=refuse(files[5]))
+    loader = batches_of(files[:5] + files[6:], i5=files[5])
+    one, _ = run(loader, Joining(joins=False, fault=refuse(files[5])))
+    several, prefetcher = run(loader, decoder)
+    assert_same(several, one)
+    assert prefetcher.stats.fallback_images == 1
+
+
+def test_too_little_memory_for_all_of_them(files):
+    def full(file):
+        if decoder.calls[-1] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    decoder = Joining(fault=full)
+    several, _ = run(batches_of(files), decoder)
+    one, _ = run(batches_of(files), Joining(joins=False))
+    assert_same(several, one)
+    assert decoder.calls == [1, 2, 1, 1, 4, 1, 1, 1, 1]
+
+
+def test_an_error_is_that_of_its_batch(files):
+    loader = batches_of(files, i4=b"no picture")  # with which 3, 5 and 6 are decoded
+    prefetcher = prefetcher_of(loader, Joining())
+    seen = []
+    with pytest.raises(BadImageError, match="4") as caught:
+        for images, _ in prefetcher:
+            seen.append(images)
+    assert len(seen) == 4
+    assert "while it prepared batch 4" in "\n".join(caught.value.__notes__)
+
+
+def test_an_error_of_a_transform_is_that_of_its_batch(files):
+    def check(images):
+        numbers.append(len(numbers))
+        if len(numbers) == 5:
+            raise ValueError("the fifth batch")
+        return images
+
+    numbers = []
+    prefetcher = prefetcher_of(
+        batches_of(files), Joining(), transforms=[RandomResizedCrop(8), check]
+    )
+    seen = []
+    with pytest.raises(ValueError, match="the fifth batch"):
+        for images, _ in prefetcher:
+            seen.append(images)
+    assert len(seen) == 4
+
+
+def test_bad_files_are_left_out_of_their_batch(files):
+    loader = batches_of(files, batch=2, count=3, i4=b"no picture")
+    several, prefetcher = run(loader, Joining(), on_error="skip")
+    assert torch.cat([targets for _, targets in several]).tolist() == [0, 1, 2, 3, 5]
+    assert [len(images) for images, _ in several] == [2, 2, 1]
+    assert len(prefetcher.bad_images) == 1
+
+
+def test_a_picture_that_is_skipped_is_decoded_once_more(files):
+    loader = batches_of(files[:5] + files[6:], i5=files[5])
+    several, prefetcher = run(loader, Joining(skips=files[5]))
+    one, _ = run(loader, Joining(joins=False))
+    for (images, _), (others, _) in zip(several, one, strict=True):
+        # Its own resample, by the twin here, rounds the crop to uint8: half a level.
+        torch.testing.assert_close(images, others, atol=0.51 / 255, rtol=0)
+    assert prefetcher.stats.missed_images == 1
+
+
+def test_batches_of_other_things_are_prepared_alone(files):
+    loader = batches_of(files)
+    loader[4] = (torch.zeros(1, 3, 8, 8), torch.zeros(1))
+    several, _ = run(loader, Joining())
+    one, _ = run(loader, Joining(joins=False))
+    assert_same(several, one)
+
+
+def test_a_loop_that_ends_early(files):
+    decoder = Joining()
+    prefetcher = prefetcher_of(batches_of(files), decoder)
+    for number, _ in enumerate(prefetcher):
+        if number == 3:
+            break
+    assert len([*prefetcher]) == BATCHES
+
+
+def test_orders_are_joined_by_their_parts():
+    from gpuprefetch.images.nvjpeg import joined, order_for
+
+    first = order_for(np.array([(0, 90), (100, 250)]), np.array([(2, 4), (3, 5)]))
+    second = order_for(np.array([(7, 70)]), np.array([(6, 8)]))
+    spans = np.array([(0, 90), (100, 250), (7, 70)])
+    both = order_for(spans, np.array([(2, 4), (3, 5), (6, 8)]))
+    both[6 + 2 * 8] = 0  # the third picture begins where that of its own order does
+    assert joined([first, second]).tolist() == both.tolist()
+    assert joined([first]) is first
