@@ -1,6 +1,7 @@
 """The fine-tuning example: it trains, resumes in the middle of an epoch, and shows what it does."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,24 @@ def test_photos_that_cannot_be_decoded_are_named(run, folder, tmp_path):
     broken.write_bytes(b"no picture")
     printed, _ = run("--epochs", "1", data=copied)
     assert f"left out: cannot decode '{broken}'" in printed
+
+
+def test_the_model_is_used_as_the_page_says(run, folder, monkeypatch, capsys):
+    run("--epochs", "1")
+    page = (EXAMPLES.parent / "docs" / "finetune.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    photo = next(folder.rglob("*.JPEG"))
+    Path("photo.jpg").write_bytes(photo.read_bytes())
+    small = torchvision.models.get_model("resnet50", weights=None)
+    small[1][0] = nn.Linear(32, 10)
+    monkeypatch.setattr(torchvision.models, "resnet50", lambda *, num_classes: small)
+    monkeypatch.setattr(torchvision.models, "ResNet50_Weights", Weights)
+    exec(source, {})
+    lines = [line.split(": ") for line in capsys.readouterr().out.splitlines()]
+    names, shares = zip(*lines, strict=True)
+    assert set(names) < set(EncodedImageFolder(folder).classes)
+    assert len(names) == 3
+    assert [*shares] == sorted(shares, key=lambda share: -int(share[:-1]))
 
 
 def test_it_is_short():

@@ -113,6 +113,20 @@ def test_titles_say_what_was_sampled(photo_folder, op, words):
     assert loader.preview(2).info["titles"][0][1] == words
 
 
+def test_a_crop_is_told_in_pixels_of_the_original(photo_folder):
+    for op, words in [
+        (v2.RandomResizedCrop(16, scale=(0.25, 0.25), ratio=(1.0, 1.0)), "crop {half} x {half}"),
+        (v2.RandomCrop((20, 30)), "crop 30 x 20"),
+        (v2.CenterCrop((20, 30)), "30 x 20"),
+        (v2.Resize((16, 16)), "16 x 16"),
+    ]:
+        loader = folder_loader(photo_folder, [op])
+        with Image.open(loader.dataset.samples[3][0]) as file:
+            half = round((file.width * file.height) ** 0.5 / 2)
+        ((_, title),) = loader.preview(samples=[3]).info["titles"]
+        assert title == words.format(half=half)
+
+
 def test_a_mix_is_told_with_its_chains(photo_folder):
     loader = folder_loader(photo_folder, [v2.Resize((SIDE, SIDE)), v2.AugMix()])
     ((_, title),) = loader.preview(1).info["titles"]

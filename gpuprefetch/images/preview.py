@@ -36,9 +36,9 @@ from gpuprefetch.images.walk import Follower, is_follower, walk
 from gpuprefetch.policies.known import Constants
 from gpuprefetch.policies.per_image import PerImage, takes_keys
 from gpuprefetch.policies.words import words_of
+from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.random import head_keys, op_keys, tail_keys, trial_draws
-from gpuprefetch.transforms.reference import Ints
-from gpuprefetch.transforms.sampling import Sampling
+from gpuprefetch.transforms.sampling import RandomCropOp, ResizedCropOp, Sampling, Size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -91,6 +91,7 @@ def preview(loader: Loader, pipeline: Pipeline, moment: Moment, wanted: Wanted) 
         apply_exif = pipeline.packer.apply_exif
         pairs = zip(samples, keys, strict=True)
         groups = [_original(sample, key, loader.dataset, apply_exif) for sample, key in pairs]
+        sizes = [group[0].size if group else None for group in groups]
         count = wanted.draws if _is_random(pipeline) else 1
         for epoch in range(moment.epoch, moment.epoch + count):
             packer = replace(
@@ -99,7 +100,8 @@ def preview(loader: Loader, pipeline: Pipeline, moment: Moment, wanted: Wanted) 
                 share=pipeline.packer.share.clone(),
                 rank=moment.sampling_rank,
             )
-            draws = _draws(loader, pipeline, packer, samples, Named(names, repeats), moment.ranks)
+            read = _Read(samples, sizes, Named(names, repeats))
+            draws = _draws(loader, pipeline, packer, read, moment.ranks)
             for group, own in zip(groups, draws, strict=True):
                 group += own
     return contact_sheet(groups, wanted.side)
@@ -191,6 +193,15 @@ def _decoded(image: EncodedImage, apply_exif: bool) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class _Read:
+    """The samples that are shown."""
+
+    samples: list[Sample]
+    sizes: Sequence[Size | None]  # of the original of each, where it has one
+    named: Named
+
+
+@dataclass(frozen=True, slots=True)
 class _Draws:
     """A batch that the stage has made, and what is needed to tell its rows apart."""
 
@@ -200,6 +211,7 @@ class _Draws:
     rows: dict[int, int]  # the row of each sample in the result; none of a bad one
     count: int  # rows of the result
     undo: Sequence[Sequence[Constants]]  # for each view
+    sizes: Sequence[Size | None]  # of the original of each sample, where it has one
 
     def group(self, sample: int) -> list[Tile]:
         """The tiles of a sample: one for each view of each of its images."""
@@ -222,14 +234,15 @@ class _Draws:
 
     def _words(self, view: int, sample: int) -> list[str]:
         """What was sampled for a sample, as far as that is known."""
-        if not self.encoded or sample not in (order := _order(self.encoded[0])):
+        size = self.sizes[sample]
+        if size is None or not self.encoded or sample not in (order := _order(self.encoded[0])):
             return []
         images = self.encoded[0]
         position = order.index(sample)
         keys = images.who.keys[position : position + 1]
         head = images.sized([each.head for each in self.views])[view]
-        size = images.stored.sizes[position : position + 1]
-        words = _words_of_sampling(head.sample(size, head_keys(keys, view)), size[0])
+        sampling = head.sample([size], head_keys(keys, view))
+        words = _words_of_sampling(sampling, size, head)
         if head.size is None:
             return words
         form = head.empty(1, "meta")
@@ -245,14 +258,13 @@ def _draws(
     loader: TorchLoader,
     pipeline: Pipeline,
     packer: Packer,
-    samples: list[Sample],
-    named: Named,
+    read: _Read,
     ranks: Ranks,
 ) -> list[list[Tile]]:
     """The tiles of each sample, as one epoch samples for it."""
     after = partial(collate_apart, loader.collate_fn, pipeline.device)
     stage = apart_from_epochs(pipeline, packer, "skip", ranks=replace(ranks, count=1), after=after)
-    batch = collated(loader, packer, samples, named)
+    batch = collated(loader, packer, read.samples, read.named)
     encoded = encoded_leaves(batch)
     views = pipeline.views
     undo = [normalizations(view) for view in views]
@@ -261,7 +273,7 @@ def _draws(
         before = normalizations_of_dataset(loader.dataset)
         undo = [[*before, *normalizations(view)] for view in views]
     result = carry_out(stage, batch, 0, packer.origin.epoch)
-    order = _order(encoded[0]) if encoded else range(len(samples))
+    order = _order(encoded[0]) if encoded else range(len(read.samples))
     bad = {position for leaf in encoded for position in leaf.errors}
     good = [sample for position, sample in enumerate(order) if position not in bad]
     if bad and not good:
@@ -269,8 +281,8 @@ def _draws(
         reason = encoded[0].errors[first]
         raise BadImageError(f"no sample can be shown, as {encoded[0].who.name(first)}: {reason}")
     rows = {sample: row for row, sample in enumerate(good)}
-    made = _Draws(result, encoded, views, rows, len(good), undo)
-    return [made.group(sample) for sample in range(len(samples))]
+    made = _Draws(result, encoded, views, rows, len(good), undo, read.sizes)
+    return [made.group(sample) for sample in range(len(read.samples))]
 
 
 def _order(images: PreparedImages) -> list[int]:
@@ -278,12 +290,13 @@ def _order(images: PreparedImages) -> list[int]:
     return [n if sample < 0 else sample for n, sample in enumerate(images.who.samples)]
 
 
-def _words_of_sampling(sampling: Sampling, size: Ints) -> list[str]:
-    """Crop and flips of one image of ``size`` ``(2,)``, if the fused transforms sample any."""
+def _words_of_sampling(sampling: Sampling, size: Size, head: Head) -> list[str]:
+    """The crop and the flips that were sampled for one image of ``size`` (height, width)."""
     step = sampling.step[0]
     box = (sampling.length[0] * np.abs(step)).round().astype(int)
+    crops = any(isinstance(op, (RandomCropOp, ResizedCropOp)) for op in head.ops)
     words = []
-    if (box < size).any():
+    if crops and (box < np.array(size)).any():
         height, width = box.tolist()
         words.append(f"crop {width} x {height}")
     if step[1] < 0:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 GAP = 6  # pixels between tiles
 GROUP_GAP = 22  # between a sample's tiles and the next one's
 LINE = 13  # height of a line of a title
-LINES = 3
+LINES = 3  # of a title at most
 FONT_SIZE = 11
 CHARACTER = 5.7  # mean width of one in that font
 # For boxes and masks, told apart on light and dark ground.
@@ -34,6 +34,16 @@ class Tile:
     title: str
     followers: Sequence[Follower] = ()  # boxes, masks and points, in the pixels of the picture
 
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Height and width of the picture."""
+        return None if self.picture is None else (self.picture.height, self.picture.width)
+
+    def lines(self, side: int) -> list[str]:
+        """The title, as it fits under a picture of this width."""
+        lines = textwrap.wrap(self.title, max(int(side / CHARACTER), 1))
+        return lines if len(lines) <= LINES else [*lines[: LINES - 1], lines[LINES - 1][:-1] + "…"]
+
 
 def contact_sheet(groups: Sequence[Sequence[Tile]], side: int, *, across: int = 8) -> Image:
     """Lay groups of tiles out, about ``across`` tiles in a row; a group stays in one row.
@@ -46,7 +56,8 @@ def contact_sheet(groups: Sequence[Sequence[Tile]], side: int, *, across: int = 
     columns = min(max(across // longest, 1), len(groups))
     rows = -(-len(groups) // columns)
     group_width = longest * (side + GAP) - GAP
-    height = side + LINES * LINE + 2 * GAP
+    lines = max(len(tile.lines(side)) for group in groups for tile in group)
+    height = side + lines * LINE + 2 * GAP
     width = columns * (group_width + GROUP_GAP) - GROUP_GAP + 2 * GAP
     sheet = Image.new("RGB", (width, rows * height + GAP), "white")
     sheet.info["titles"] = [[tile.title for tile in group] for group in groups]
@@ -63,11 +74,8 @@ def _put(sheet: Image, draw: ImageDraw, tile: Tile, corner: tuple[int, int], sid
     from PIL import Image, ImageFont
 
     left, top = corner
-    lines = textwrap.wrap(tile.title, max(int(side / CHARACTER), 1))
-    if len(lines) > LINES:
-        lines = [*lines[: LINES - 1], lines[LINES - 1][:-1] + "…"]
     font = ImageFont.load_default(FONT_SIZE)
-    for number, line in enumerate(lines):
+    for number, line in enumerate(tile.lines(side)):
         draw.text((left, top + side + number * LINE), line, "black", font)
     if tile.picture is None:
         draw.rectangle((left, top, left + side - 1, top + side - 1), outline="#cccccc")
