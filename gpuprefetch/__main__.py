@@ -18,6 +18,7 @@ import gpuprefetch
 from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.report import refuse_unwritable, versions
 from gpuprefetch.images.share import usable_cores
+from gpuprefetch.insight.machine import machine
 from gpuprefetch.insight.named import NamedFiles
 
 
@@ -87,30 +88,32 @@ def _selfcheck(args: argparse.Namespace) -> Report:
 def _doctor(args: argparse.Namespace) -> Report:
     from torchvision import models
 
-    if args.model not in models.list_models(models):  # without detection and the like
+    device = resolve_device(args.device)
+    on_gpu = device.type == "cuda"
+    name = args.model or ("resnet50" if on_gpu else "resnet18")
+    if name not in models.list_models(models):  # without detection and the like
         raise ValueError(
             "--model takes a classification model of torchvision, such as resnet50, got "
-            f"{args.model!r}. torchvision.models.list_models(torchvision.models) has their names."
+            f"{name!r}. torchvision.models.list_models(torchvision.models) has their names."
         )
-    device = resolve_device(args.device)
     workers = usable_cores() if args.workers is None else args.workers
     plain = _loader(
         args,
         num_workers=workers,
-        batch_size=args.batch_size,
-        pin_memory=device.type == "cuda",
+        batch_size=args.batch_size or (256 if on_gpu else 32),
+        pin_memory=on_gpu,
     )
     loader: DataLoader[Any] | gpuprefetch.DataPrefetcher = plain
     if args.loader == "gpuprefetch":
         loader = gpuprefetch.accelerate(plain, print_plan=False, device=device)
     torch.backends.cudnn.benchmark = True  # the shapes never change
-    model = models.get_model(args.model).to(device, memory_format=torch.channels_last)
+    model = models.get_model(name).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step(batch: Any) -> None:
         images, target = batch
         images = images.to(memory_format=torch.channels_last)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             output = model(images)
             logits = getattr(output, "logits", output)
             loss = torch.nn.functional.cross_entropy(logits, target)
@@ -159,11 +162,11 @@ class Command:
 
 OPTIONS = {
     "DATA": Option("folder of class folders, or of train/ with class folders", Path),
-    "--model": Option("torchvision model", default="resnet50"),
+    "--model": Option("torchvision model (default: resnet50; without a GPU resnet18)"),
     "--loader": Option(
         "loader to examine", default="torchvision", choices=["torchvision", "gpuprefetch"]
     ),
-    "--batch-size": Option("images per batch", int, 256),
+    "--batch-size": Option("images per batch (default: 256; without a GPU 32)", int),
     "--size": Option("image size in pixels", int, 224),
     "--workers": Option("worker processes (default: the usable cores)", int),
     "--seconds": Option("length of each measurement", float, 3.0),
@@ -203,6 +206,12 @@ COMMANDS = {
 }
 
 
+def _version() -> str:
+    """Versions, and what a report of an error should say of this machine."""
+    found = ", ".join(f"{name} {number}" for name, number in versions().items())
+    return f"gpuprefetch {gpuprefetch.__version__} ({found})\n{machine()}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -211,16 +220,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="python -m gpuprefetch", description=__doc__)
-    found = ", ".join(f"{name} {number}" for name, number in versions().items())
-    version = f"gpuprefetch {gpuprefetch.__version__} ({found})"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser.add_argument("--version", action="store_true", help="show versions, GPU and decoder")
+    commands = parser.add_subparsers(metavar="command")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.help, description=command.help)
         for option in [*command.options, "--device", "--json"]:
             OPTIONS[option].add_to(subparser, option)
         subparser.set_defaults(run=command.run)
     args = parser.parse_args(arguments)
+    if args.version:
+        print(_version())
+        return 0
+    if "run" not in args:
+        parser.print_help()
+        return 0
     try:
         report = args.run(args)
     except KeyboardInterrupt:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -31,7 +31,7 @@ from gpuprefetch.images.decode import ImageDecoder, decoded_by
 from gpuprefetch.images.imports import load_worker_modules
 from gpuprefetch.images.loading import Begun, LivingWorkers, noting_sampler
 from gpuprefetch.images.notes import Notebook, Notes
-from gpuprefetch.images.options import Options
+from gpuprefetch.images.options import DecoderName, OnError, Options
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.preview import Moment, Wanted, preview
 from gpuprefetch.images.replay import refuse_unknown, replay
@@ -179,15 +179,15 @@ class DataPrefetcher:
         loader: DataLoader[Any] | Iterable[Batch],
         *,
         device: torch.device | str | int | None = None,
-        transforms: Sequence[Transform] | Views | None = None,
+        transforms: Sequence[Transform] | Views | Transform | None = None,
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
         device_prefetch_size: int | None = None,
-        decoder: str | ImageDecoder = "auto",
+        decoder: DecoderName | ImageDecoder = "auto",
         apply_exif: bool = False,
-        cpu_share: float | str = "auto",
+        cpu_share: float | Literal["auto"] = "auto",
         seed: int | None = None,
-        on_error: str | Callable[[BadImage], object] = "raise",
+        on_error: OnError = "raise",
         max_bad: int | None = None,
         memory_budget: str | int | None = None,
     ) -> None:
@@ -208,7 +208,7 @@ class DataPrefetcher:
         )
         self._pipeline = build_stage(loader, resolve_device(device), self._options, late=self._late)
         self._read = Snapshot(transforms, self._running_ops())
-        self._advice = Advice(loader, self.device)
+        self._advice = Advice(loader, self.device, chosen=device is not None)
         self._progress = Progress(kind(loader))  # before a sampler makes its generator
         self._notes = Notebook()
         self._workers = LivingWorkers()
@@ -231,7 +231,7 @@ class DataPrefetcher:
         return self._pipeline.stats
 
     @property
-    def transforms(self) -> Sequence[Transform] | Views:
+    def transforms(self) -> Sequence[Transform] | Views | Transform:
         """As they were given; an empty list for none."""
         return [] if self._options.transforms is None else self._options.transforms
 
@@ -279,6 +279,7 @@ class DataPrefetcher:
         return clone
 
     def __iter__(self) -> Iterator[Batch]:
+        self._advice.of_setting()
         self._advice.of_ranks(self, self._loader)
         return self._begin()
 

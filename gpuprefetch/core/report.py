@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Protocol
@@ -68,22 +70,39 @@ class Bar(Protocol):
     def set_description_str(self, text: str) -> object: ...
 
 
-class _Silent:
-    def __init__(self, total: int) -> None:
+class Lines:
+    """A line on stderr where some seconds have passed since the last one: for logs."""
+
+    EVERY = 10.0  # seconds
+
+    def __init__(self, name: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.total = total
+        self._text = name
+        self._done = 0
+        self._clock = clock
+        self._told = clock()
 
-    def update(self, count: int = 1) -> None: ...
+    def update(self, count: int = 1) -> None:
+        self._done += count
+        now = self._clock()
+        if now - self._told >= self.EVERY:
+            self._told = now
+            print(f"{self._text}: {self._done} of {self.total}", file=sys.stderr, flush=True)
 
-    def set_description_str(self, text: str) -> None: ...
+    def set_description_str(self, text: str) -> None:
+        self._text = text
+        self.update(0)
 
 
 @contextlib.contextmanager
 def progress(name: str, total: int) -> Iterator[Bar]:
-    """A bar on a terminal, where tqdm is installed."""
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
-    except ImportError:
-        yield _Silent(total)
-    else:
-        with tqdm(total=total, desc=name, disable=None) as bar:
-            yield bar
+    """A bar on a terminal where tqdm is installed, and lines elsewhere."""
+    tqdm = None
+    if sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore,no-redef]
+    if tqdm is None:
+        yield Lines(name, total)
+        return
+    with tqdm(total=total, desc=name) as bar:
+        yield bar

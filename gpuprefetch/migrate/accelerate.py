@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.utils.data import DataLoader, default_collate
@@ -18,6 +18,7 @@ from gpuprefetch.core.loaders import changed
 from gpuprefetch.core.ranks import rank
 from gpuprefetch.images.apart import is_image
 from gpuprefetch.images.guard import UndecodedError
+from gpuprefetch.images.options import Keywords
 from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.refused import gives_size
 from gpuprefetch.lists.snapshot import Snapshot
@@ -44,7 +45,7 @@ def accelerate(
     *,
     keep_unknown: bool = False,
     print_plan: bool = True,
-    **prefetcher_options: Any,
+    **prefetcher_options: Unpack[Keywords],
 ) -> DataPrefetcher:
     """Move a loader over image files to the device: decode, augmentation and all.
 
@@ -116,8 +117,9 @@ def accelerate(
     return prefetcher
 
 
-def _asks_for_transforms(options: dict[str, Any]) -> bool:
-    return any(options.get(name) for name in ("transforms", "dtype", "memory_format"))
+def _asks_for_transforms(options: Keywords) -> bool:
+    asked = (options.get("transforms"), options.get("dtype"), options.get("memory_format"))
+    return any(asked)
 
 
 def _refuse_any_size(pipeline: list[Transform]) -> None:
@@ -188,16 +190,16 @@ class Accelerated(DataPrefetcher):
         self,
         loader: DataLoader[Any],
         split: _Split,
-        options: dict[str, Any],
+        options: Keywords,
         *,
         view: Any,
         late: bool,
     ) -> None:
         added = options.get("transforms")
         transforms = [*split.plan.transforms, *_listed(added)]
-        options = options | {"transforms": transforms}
+        options = {**options, "transforms": transforms}
         if not transforms or read_for_tensors(transforms).tail:
-            options = _with_cast(options)
+            options = _with_cast(options, transforms)
         self._late = late
         super().__init__(changed(loader, dataset=view), **options)
         self._moved = _Moved(loader, split, added, [*split.kept, *self._running_ops()])
@@ -262,15 +264,15 @@ def _listed(transforms: Any) -> list[Transform]:
     return [transforms] if transforms else []
 
 
-def _with_cast(options: dict[str, Any]) -> dict[str, Any]:
-    """Options whose list ends in the cast that ``dtype`` and ``memory_format`` ask for.
+def _with_cast(options: Keywords, transforms: list[Transform]) -> Keywords:
+    """Options whose ``transforms`` end in the cast that ``dtype`` and ``memory_format`` ask for.
 
     Values must not be rounded to bfloat16 between the fused launch and the ops after it.
     """
-    options = dict(options)
+    options = options.copy()
     cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
     if cast.dtype or cast.memory_format:
-        options["transforms"] = [*options["transforms"], cast]
+        options["transforms"] = [*transforms, cast]
     return options
 
 
