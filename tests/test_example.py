@@ -226,6 +226,22 @@ def test_without_data_it_trains_on_a_folder_that_is_drawn_once(draw, run, tmp_pa
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.JPEG")} == times
 
 
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="the folder is the user's own here")
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_that_somebody_else_has_made_is_refused(draw, tmp_path, monkeypatch, link):
+    monkeypatch.setattr(draw.tempfile, "tempdir", str(tmp_path))
+    uid = os.getuid()
+    for user in (uid, uid + 1):
+        monkeypatch.setattr(os, "getuid", lambda user=user: user)
+        folder = draw.own_folder("drawn")
+        folder.symlink_to(tmp_path / "none") if link else folder.mkdir()  # by this process's user
+        if user == uid:
+            assert draw.own_folder("drawn") == folder
+            continue
+        with pytest.raises(PermissionError, match=r"somebody else's\. Set TMPDIR"):
+            draw.own_folder("drawn")
+
+
 def test_two_processes_count_every_validation_image_once(train, folder, tmp_path):
     # No --limit-batches: one rank has 10 validation images, the other 9.
     words = [folder, *TINY, "--epochs", "1", "--checkpoint-steps", "1"]
