@@ -42,7 +42,16 @@ def _loader(args: argparse.Namespace, policy: str | None = None, **options: Any)
     ops += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
     ops += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
     root = args.DATA / "train" if (args.DATA / "train").is_dir() else args.DATA
-    return DataLoader(NamedFiles(ImageFolder(root, v2.Compose(ops))), shuffle=True, **options)
+    try:
+        folder = ImageFolder(root, v2.Compose(ops))
+    except FileNotFoundError as error:
+        if not root.is_dir():
+            raise
+        raise ValueError(
+            f"no photos in class folders in {root}: DATA is a folder of these, DATA/CLASS/*.jpg, "
+            "or holds them in DATA/train."
+        ) from error
+    return DataLoader(NamedFiles(folder), shuffle=True, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -505,7 +505,7 @@ class DataPrefetcher:
 
         Args:
             count: samples, spread evenly over the dataset.
-            draws: results for each sample; where nothing is random there is one.
+            draws: results for each sample.
             samples: their keys in the dataset, in place of ``count`` of them.
             side: of a picture on the sheet, in pixels.
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from pathlib import Path
 
 import kornia.augmentation as K
 import numpy as np
@@ -257,6 +258,50 @@ def test_values_that_no_normalization_explains_are_stretched_and_told(device):
     assert title.endswith("stretched")
 
 
+def test_what_a_dataset_samples_itself_is_shown_and_named(photo_folder):
+    """Transforms that stay in the workers: each draw has other parameters."""
+    pipeline = v2.Compose([v2.Lambda(lambda image: image), v2.RandomCrop(SIDE), *TORCHVISION])
+    plain = DataLoader(ImageFolder(photo_folder, pipeline), batch_size=4)
+    loader = accelerate(plain, keep_unknown=True, print_plan=False, device="cpu")
+    sheets = [loader.preview(samples=[3], draws=2, side=SIDE) for _ in range(2)]
+    assert np.array_equal(*sheets)
+    assert not np.array_equal(tile(sheets[0], 1), tile(sheets[0], 2))
+    ((original, *_),) = sheets[0].info["titles"]
+    assert original.startswith("3: ")
+
+
+class Table(Dataset):
+    """Rows of bytes, of which the collate function makes images."""
+
+    def __init__(self, folder):
+        self.paths = [path for path, _ in EncodedImageFolder(folder).samples]
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        return {"bytes": Path(self.paths[index]).read_bytes(), "row": index}
+
+
+def images_of_rows(rows):
+    images = [EncodedImage(row["bytes"], row["row"]) for row in rows]
+    return {"images": images, "rows": torch.tensor([row["row"] for row in rows])}
+
+
+def test_images_that_the_collate_function_makes_are_named(photo_folder, device):
+    loader = DataPrefetcher(
+        DataLoader(Table(photo_folder), batch_size=4, collate_fn=images_of_rows),
+        transforms=LISTS["fused"],
+        device=device,
+        seed=5,
+    )
+    sheet = loader.preview(samples=[1, 3], side=SIDE)
+    assert [len(titles) for titles in sheet.info["titles"]] == [1, 1]
+    assert [titles[0].split(":")[0] for titles in sheet.info["titles"]] == ["1", "3"]
+    first = torch.cat([batch["images"] for batch in loader])[1]
+    assert np.array_equal(tile(sheet, 0), levels(first))
+
+
 class Broken(EncodedImageFolder):
     broken = ()
 
@@ -362,4 +407,7 @@ def test_file_that_cannot_be_written_is_noticed_before_the_work(
 def test_command_names_an_empty_folder(tmp_path, capsys):
     output = ["--output", str(tmp_path / "a.png")]
     assert main(["preview", str(tmp_path), *output]) == 2
-    assert f"any class folder in {tmp_path}" in capsys.readouterr().err
+    assert f"no photos in class folders in {tmp_path}" in capsys.readouterr().err
+    (tmp_path / "flat.jpg").write_bytes(b"")
+    assert main(["preview", str(tmp_path), *output]) == 2
+    assert "DATA/CLASS/*.jpg" in capsys.readouterr().err

@@ -85,25 +85,33 @@ def preview(loader: Loader, pipeline: Pipeline, moment: Moment, wanted: Wanted) 
     wanted.check()
     loader = _map_style(loader)
     keys = _keys(loader, wanted)
-    with trial_draws(), _seeds_kept(pipeline):
+    gpus = [pipeline.device] if pipeline.device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), trial_draws(), _seeds_kept(pipeline):
         samples = read_samples(loader.dataset, keys)
         names, repeats = Repeats(loader.dataset).add(keys)
         apply_exif = pipeline.packer.apply_exif
         pairs = zip(samples, keys, strict=True)
-        groups = [_original(sample, key, loader.dataset, apply_exif) for sample, key in pairs]
+        groups = [
+            _original(sample, key, loader.dataset, apply_exif, wanted.side) for sample, key in pairs
+        ]
         sizes = [group[0].size if group else None for group in groups]
-        count = wanted.draws if _is_random(pipeline) else 1
-        for epoch in range(moment.epoch, moment.epoch + count):
+        bare = [number for number, group in enumerate(groups) if not group]
+        for epoch in range(moment.epoch, moment.epoch + wanted.draws):
             packer = replace(
                 pipeline.packer,
                 origin=Origin(moment.seed, epoch),
                 share=pipeline.packer.share.clone(),
                 rank=moment.sampling_rank,
             )
-            read = _Read(samples, sizes, Named(names, repeats))
+            # Read anew, as a dataset may sample as well.
+            again = samples if epoch == moment.epoch else read_samples(loader.dataset, keys)
+            read = _Read(again, sizes, Named(names, repeats))
             draws = _draws(loader, pipeline, packer, read, moment.ranks)
             for group, own in zip(groups, draws, strict=True):
                 group += own
+    for number in bare:  # no original that would say which sample it is
+        first = groups[number][0]
+        groups[number][0] = first.titled(f"{keys[number]}: {first.title}")
     return contact_sheet(groups, wanted.side)
 
 
@@ -157,16 +165,10 @@ def _seeds_kept(pipeline: Pipeline) -> Iterator[None]:
             op.set_extra_state(state)
 
 
-def _is_random(pipeline: Pipeline) -> bool:
-    views = [*pipeline.views]
-    views += [view.tensors for view in pipeline.views if isinstance(view.tensors, View)]
-    return any(view.samples for view in views)
-
-
 # --- Originals ---
 
 
-def _original(sample: Sample, key: Key, dataset: Any, apply_exif: bool) -> list[Tile]:
+def _original(sample: Sample, key: Key, dataset: Any, apply_exif: bool, side: int) -> list[Tile]:
     """The picture that a sample holds, with what stands beside it; none if it holds no picture."""
     image = image_of(sample)
     beside = [_on_host(follower, follower) for follower in walk(sample).followers]
@@ -176,11 +178,14 @@ def _original(sample: Sample, key: Key, dataset: Any, apply_exif: bool) -> list[
             picture, _ = picture_of(_decoded(image, apply_exif), ())
         except ValueError as error:
             return [Tile(None, f"{title} cannot be decoded: {error}")]
-        return [Tile(picture, f"{title}, {picture.width} x {picture.height}", beside)]
+        size = (picture.height, picture.width)
+        picture.thumbnail((2 * side, 2 * side))  # photos of many megapixels would add up
+        return [Tile(picture, f"{title}, {size[1]} x {size[0]}", beside, size)]
     if not _is_image(image):
         return []
     picture, _ = picture_of(image, normalizations_of_dataset(dataset))
-    return [Tile(picture, f"{key}: as the dataset gives it", beside)]
+    size = (picture.height, picture.width)
+    return [Tile(picture, f"{key}: as the dataset gives it", beside, size)]
 
 
 def _decoded(image: EncodedImage, apply_exif: bool) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
     from gpuprefetch.images.walk import Follower
+    from gpuprefetch.transforms.sampling import Size
 
 GAP = 6  # pixels between tiles
 GROUP_GAP = 22  # between a sample's tiles and the next one's
@@ -32,12 +33,12 @@ class Tile:
 
     picture: Image | None  # RGB; None leaves the place empty
     title: str
-    followers: Sequence[Follower] = ()  # boxes, masks and points, in the pixels of the picture
+    followers: Sequence[Follower] = ()  # boxes, masks and points, in pixels of a picture of ...
+    size: Size | None = None  # ... this height and width; None for those of `picture`
 
-    @property
-    def size(self) -> tuple[int, int] | None:
-        """Height and width of the picture."""
-        return None if self.picture is None else (self.picture.height, self.picture.width)
+    def titled(self, title: str) -> Tile:
+        """The same picture under another title."""
+        return replace(self, title=title)
 
     def lines(self, side: int) -> list[str]:
         """The title, as it fits under a picture of this width."""
@@ -87,7 +88,8 @@ def _put(sheet: Image, draw: ImageDraw, tile: Tile, corner: tuple[int, int], sid
     small = picture.resize(
         size, Image.Resampling.NEAREST if scale > 2 else Image.Resampling.BICUBIC
     )
-    small = _with_followers(small, tile.followers, picture.size)
+    height, width = tile.size or (picture.height, picture.width)
+    small = _with_followers(small, tile.followers, (width, height))
     sheet.paste(small, (left + (side - size[0]) // 2, top + (side - size[1]) // 2))
 
 
