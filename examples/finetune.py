@@ -1,4 +1,4 @@
-"""Fine-tune a classifier of torchvision on a folder of your own photos, DATA/CLASS/*.jpg.
+"""Fine-tune a classifier of torchvision on a folder of photos, DATA/CLASS/*.jpg.
 
 python finetune.py DATA             # writes preview.png first: what the model will see
 python finetune.py DATA --resume    # goes on from finetune.pt, also in the middle of an epoch

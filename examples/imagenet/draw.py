@@ -58,7 +58,7 @@ def own_folder(name):
         return folder / name
     folder /= f"{name}-{os.getuid()}"
     if os.path.lexists(folder) and folder.lstat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} is somebody else's. Set TMPDIR to a folder of yours.")
+        raise PermissionError(f"{folder} is somebody else's. Set TMPDIR to another folder.")
     return folder
 
 

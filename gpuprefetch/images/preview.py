@@ -155,7 +155,7 @@ def _keys(loader: TorchLoader, wanted: Wanted) -> list[Key]:
 
 @contextmanager
 def _seeds_kept(pipeline: Pipeline) -> Iterator[None]:
-    """Leave the places of transforms that have a seed of their own."""
+    """Restore the state of the transforms that were built with a seed."""
     own = [op for view in pipeline.views for op in view.tail if isinstance(op, PerImage)]
     states = [op.get_extra_state() for op in own]
     try:

@@ -189,8 +189,8 @@ def doctor(
 ) -> DoctorReport:
     """Say what a training loop is bound by, and which setting to change.
 
-    A ``DataLoader`` over image files is also measured as ``accelerate`` moves it, in a column of
-    its own. All of it needs 6 to 10 times ``seconds``, and starts the loader's workers as often.
+    A ``DataLoader`` over image files is also measured as ``accelerate`` moves it, in a second
+    column. All of it needs 6 to 10 times ``seconds``, and starts the loader's workers as often.
     Progress goes to stderr: a bar, or a line every ten seconds where there is no terminal.
     Meanwhile the model is trained, and samplers advance.
 
