@@ -97,6 +97,8 @@ def _selfcheck(args: argparse.Namespace) -> Report:
 def _doctor(args: argparse.Namespace) -> Report:
     from torchvision import models
 
+    if args.picture:
+        refuse_unwritable(args.picture)
     device = resolve_device(args.device)
     on_gpu = device.type == "cuda"
     name = args.model or ("resnet50" if on_gpu else "resnet18")
@@ -130,9 +132,12 @@ def _doctor(args: argparse.Namespace) -> Report:
         loss.backward()
         optimizer.step()
 
-    return gpuprefetch.doctor(
+    report = gpuprefetch.doctor(
         loader, step, device=device, seconds=args.seconds, tune=not args.no_tune
     )
+    if args.picture:
+        report.picture(args.picture)
+    return report
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +186,7 @@ OPTIONS = {
     "--seconds": Option("length of each measurement", float, 3.0),
     "--no-tune": Option("do not try other settings", is_flag=True),
     "--count": Option("images to compare", int, 256),
-    "--picture": Option("save the images that differ most to this file", Path),
+    "--picture": Option("save a picture of the result to this file", Path),
     "--samples": Option("samples to show, spread over the folder", int, 16),
     "--draws": Option("results for each sample", int, 1),
     "--policy": Option("policy of torchvision's to show", choices=POLICIES),
@@ -195,7 +200,16 @@ COMMANDS = {
     "doctor": Command(
         _doctor,
         "find what limits training on a folder, and which setting to change",
-        [*FOLDER, "--model", "--loader", "--batch-size", "--workers", "--seconds", "--no-tune"],
+        [
+            *FOLDER,
+            "--model",
+            "--loader",
+            "--batch-size",
+            "--workers",
+            "--seconds",
+            "--no-tune",
+            "--picture",
+        ],
     ),
     "preview": Command(
         _preview,

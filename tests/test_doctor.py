@@ -7,9 +7,11 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torchvision
+from PIL import Image, ImageColor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -147,7 +149,8 @@ def test_bad_arguments(loader, step, options, error):
 def test_command_line(photo_folder, tmp_path, capsys):
     options = "--model squeezenet1_1 --batch-size 4 --workers 1 --size 64 --seconds 0.05 --no-tune"
     arguments = ["doctor", str(photo_folder), *options.split(), "--device", "cpu"]
-    assert main(arguments) == 0
+    assert main([*arguments, "--picture", str(tmp_path / "time.png")]) == 0
+    assert (tmp_path / "time.png").stat().st_size > 1000
     text = capsys.readouterr().out
     assert "verdict: bound by" in text and ", 1 worker, " in text
     assert "of an image, in the workers: " in text
@@ -256,6 +259,27 @@ def test_a_loader_over_files_has_a_column_of_accelerate(photo_folder):
     names = [change.setting for change in [*report.changes, *report.tried]]
     assert "accelerate(loader)" in names
     assert json.loads(json.dumps(report.as_dict()))["moved"]["step_ms"] == report.moved.step_ms
+
+
+def test_the_picture_has_the_time_of_each_thread(tmp_path):
+    found = _doctor.Diagnosis("CPU decode", 400.0, 500.0, 10.0, 6.0, 0.0, 0.25)
+    moved = _doctor.Diagnosis("model", 1000.0, 2000.0, 4.0, 0.0, 0.0, 0.0)
+    changes = [_doctor.Change("accelerate(loader)", 1000.0, 2.5)]
+    report = _doctor.DoctorReport(found, 1000.0, changes, [], moved, [], "4 workers, cpu", 4)
+    report.picture(tmp_path / "time.png")
+    with Image.open(tmp_path / "time.png") as picture:
+        pixels = np.asarray(picture)
+    # Of 876 pixels for 10 ms: the loop waits for 6 and computes for 4, the workers need 8 of which
+    # they idle for 2; then all 4 are the step, and the workers need 2.
+    widths = {}
+    for color in ("#ff9500", "#34c759", "#0a84ff", "#d0d0d0"):
+        same = (pixels == ImageColor.getrgb(color)).all(2)
+        rows = same.sum(1)
+        widths[color] = sorted({count for count in rows.tolist() if count > 20})
+    assert widths["#ff9500"] == pytest.approx([0.6 * 876], abs=2)
+    assert widths["#34c759"] == pytest.approx([0.4 * 876], abs=2)
+    assert widths["#0a84ff"] == pytest.approx([0.2 * 876, 0.6 * 876], abs=2)
+    assert widths["#d0d0d0"] == pytest.approx([0.2 * 876], abs=2)
 
 
 def test_a_loader_that_cannot_move_is_told_why():

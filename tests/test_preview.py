@@ -384,7 +384,9 @@ def test_command_writes_the_picture(photo_folder, tmp_path, capsys):
     assert [len(titles) for titles in report["titles"]] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("command", [["preview", "--output"], ["parity", "--picture"]])
+@pytest.mark.parametrize(
+    "command", [["preview", "--output"], ["parity", "--picture"], ["doctor", "--picture"]]
+)
 @pytest.mark.parametrize(
     ("name", "message"),
     [

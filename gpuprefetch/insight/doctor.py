@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from torch.utils.data import DataLoader
 
 from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.nested import Batch, Loader, tensors, to_device
-from gpuprefetch.core.report import Bar, Printed, columns, progress
+from gpuprefetch.core.report import Bar as Progress
+from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.core.streams import throttle
 from gpuprefetch.images.share import usable_cores
 from gpuprefetch.images.stage import count_images
+from gpuprefetch.insight.bars import Bar, Part, draw_bars
 from gpuprefetch.insight.costs import costs
 from gpuprefetch.insight.probe import Workers, endless, probe
 from gpuprefetch.migrate.accelerate import accelerate
@@ -174,6 +177,31 @@ class DoctorReport(Printed):
         ]
         return "\n".join(lines)
 
+    def picture(self, path: str | Path) -> None:
+        """Save where the time of a batch goes, in the loop's thread and in the workers."""
+        sides = {"as it is": self.found}
+        if self.moved is not None:
+            sides["accelerate"] = self.moved
+        bars = [bar for name, side in sides.items() for bar in self._bars(name, side)]
+        verdict = BOUNDS[self.bound][0].format(cores=self.cores)
+        draw_bars([self.where, verdict], bars).save(path)
+
+    def _bars(self, name: str, side: Diagnosis) -> Iterator[Bar]:
+        images = side.images_per_second * side.step_ms / 1000  # of a batch
+        alone = 1000 * images / self.ceiling
+        computing = side.step_ms - side.wait_ms
+        slower = max(computing - alone, 0.0)
+        parts = [
+            Part("waiting for the loader", side.wait_ms, "#ff9500"),
+            Part("the step", computing - slower, "#34c759"),
+            Part("the step, slower than alone", slower, "#a0a0a0"),
+        ]
+        yield Bar(f"the loop, {name}", parts)
+        loading = 1000 * images / side.loader_images_per_second
+        idle = side.reading_share * loading
+        parts = [Part("busy", loading - idle, "#0a84ff"), Part("idle", idle, "#d0d0d0")]
+        yield Bar(f"the workers without a step, {name}", parts)
+
 
 def _rate(measured: Diagnosis | Change) -> str:
     return f"{measured.images_per_second:,.0f}"
@@ -310,7 +338,7 @@ class _Clinic:
     step: Step
     device: torch.device
     seconds: float
-    bar: Bar
+    bar: Progress
     notes: list[str] = field(default_factory=list)
 
     def examine(self, loader: Loader, tune: bool) -> DoctorReport:
