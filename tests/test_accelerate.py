@@ -30,6 +30,7 @@ import gpuprefetch
 from gpuprefetch import DataPrefetcher, EncodedImageFolder
 from gpuprefetch.lists.convert import convert_transforms
 from gpuprefetch.lists.walk import convert, read_for_tensors
+from gpuprefetch.migrate import parity as _parity
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.dataset_view import view_of
 from gpuprefetch.migrate.explain import explain
@@ -1107,6 +1108,20 @@ def test_the_report_is_a_table_and_a_picture(folder, tmp_path):
         assert picture.size == (3 * 48, 14 + 4 * (14 + 48))
         labels = np.asarray(picture)[:14].min(2)
     assert all(part.min() < 99 for part in np.split(labels, 3, axis=1))  # over each column
+
+
+def test_large_photos_are_compared_in_parts(folder, constants):
+    ops = [v2.RandomResizedCrop(48), v2.ColorJitter(0.3), v2.PILToTensor()]
+    ops += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    whole = parity(loader_of(folder, ops), 7, device="cpu")
+    constants(_parity, SLICE=100, GROUP_PIXELS=5000)
+    parts = parity(loader_of(folder, ops), 7, device="cpu")
+    for row, other in zip(whole.rows, parts.rows, strict=True):
+        assert (row.max, row.max_so_far) == (other.max, other.max_so_far)
+        assert row.mean == pytest.approx(other.mean, rel=1e-6)
+        assert row.mean_so_far == pytest.approx(other.mean_so_far, rel=1e-6)
+    assert [path for path, *_ in whole.worst] == [path for path, *_ in parts.worst]
+    assert whole.rows[1].max > 0
 
 
 def test_explain_says_what_is_fused_and_why_the_rest_is_not():

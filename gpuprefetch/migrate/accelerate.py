@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.utils.data import DataLoader, default_collate
@@ -20,6 +20,7 @@ from gpuprefetch.core.ranks import rank
 from gpuprefetch.images.apart import is_image
 from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.images.handed import to_iterate
+from gpuprefetch.images.options import Keywords
 from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.refused import gives_size
 from gpuprefetch.lists.snapshot import Snapshot
@@ -46,7 +47,7 @@ def accelerate(
     *,
     keep_unknown: bool = False,
     print_plan: bool = True,
-    **prefetcher_options: Any,
+    **prefetcher_options: Unpack[Keywords],
 ) -> DataPrefetcher:
     """Move a loader over image files to the device: decode, augmentation and all.
 
@@ -119,8 +120,9 @@ def accelerate(
     return prefetcher
 
 
-def _asks_for_transforms(options: dict[str, Any]) -> bool:
-    return any(options.get(name) for name in ("transforms", "dtype", "memory_format"))
+def _asks_for_transforms(options: Keywords) -> bool:
+    asked = (options.get("transforms"), options.get("dtype"), options.get("memory_format"))
+    return any(asked)
 
 
 def _refuse_any_size(pipeline: list[Transform]) -> None:
@@ -191,7 +193,7 @@ class Accelerated(DataPrefetcher):
         self,
         loader: DataLoader[Any],
         split: _Split,
-        options: dict[str, Any],
+        options: Keywords,
         *,
         view: Any,
         late: bool,
@@ -199,9 +201,9 @@ class Accelerated(DataPrefetcher):
         added = options.get("transforms")
         adds = _asks_for_transforms(options)
         transforms = [*split.plan.transforms, *_listed(added)]
-        options = options | {"transforms": transforms}
+        options = {**options, "transforms": transforms}
         if not transforms or read_for_tensors(transforms).tail:
-            options = _with_cast(options)
+            options = _with_cast(options, transforms)
         self._late = late
         super().__init__(changed(loader, dataset=view), **options)
         running = [*split.kept, *self._running_ops()]
@@ -289,15 +291,15 @@ def _listed(transforms: Any) -> list[Transform]:
     return [transforms] if transforms else []
 
 
-def _with_cast(options: dict[str, Any]) -> dict[str, Any]:
-    """Options whose list ends in the cast that ``dtype`` and ``memory_format`` ask for.
+def _with_cast(options: Keywords, transforms: list[Transform]) -> Keywords:
+    """Options whose ``transforms`` end in the cast that ``dtype`` and ``memory_format`` ask for.
 
     Values must not be rounded to bfloat16 between the fused launch and the ops after it.
     """
-    options = dict(options)
+    options = options.copy()
     cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
     if cast.dtype or cast.memory_format:
-        options["transforms"] = [*options["transforms"], cast]
+        options["transforms"] = [*transforms, cast]
     return options
 
 
