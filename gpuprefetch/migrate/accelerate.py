@@ -35,6 +35,7 @@ from gpuprefetch.migrate.folders import (
     pipeline_of,
     refuse_under_way,
 )
+from gpuprefetch.migrate.taken import opened
 from gpuprefetch.policies.known import UnsupportedTransformError, title
 from gpuprefetch.policies.per_image import Cast, Transform
 from gpuprefetch.prefetcher import DataPrefetcher
@@ -87,11 +88,12 @@ def accelerate(
     refuse_under_way(loader)
     try:
         view = encoded_view(loader.dataset, pipeline, folders)
-        plan = convert(pipeline, pictures=True, takes_own=not keep_unknown)
+        plan = _plan_of(pipeline, takes_own=not keep_unknown)
         split = _Split([], plan, is_whole=False)
         if keep_unknown and loader.collate_fn is not default_collate:
             _refuse_any_size(pipeline)
-        count = check_sample(view, loader.dataset, encoded=True, needed=True)
+        checked = check_sample(view, loader.dataset, encoded=True, needed=True)
+        split = replace(split, decoder=checked.decoder)
     except (UnsupportedTransformError, UndecodedError):
         if not keep_unknown:
             raise
@@ -99,8 +101,9 @@ def accelerate(
         device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
         view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
         needed = bool(split.plan.transforms)
-        count = check_sample(view, loader.dataset, encoded=False, needed=needed)
+        checked = check_sample(view, loader.dataset, encoded=False, needed=needed)
     device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
+    count = checked.images
     if not split.decodes_on_device and device_transforms and count > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
@@ -121,6 +124,13 @@ def accelerate(
 
 def _asks_for_transforms(options: dict[str, Any]) -> bool:
     return any(options.get(name) for name in ("transforms", "dtype", "memory_format"))
+
+
+def _plan_of(pipeline: list[Transform], *, takes_own: bool) -> Plan:
+    """The plan of a pipeline that moves as a whole; the workers run a ``ToPILImage`` before it."""
+    first, rest = opened(pipeline)
+    plan = convert(rest, pictures=True, takes_own=takes_own)
+    return plan if first is None else replace(plan, steps=[*_kept_steps([first]), *plan.steps])
 
 
 def _refuse_any_size(pipeline: list[Transform]) -> None:
@@ -145,6 +155,7 @@ class _Split:
     kept: list[Transform]
     plan: Plan  # of all ops; its transforms are for the device
     is_whole: bool  # whether the workers run the whole pipeline
+    decoder: str = ""  # who decodes in place of the prefetcher, in words; empty for files
 
     @property
     def decodes_on_device(self) -> bool:
@@ -267,7 +278,15 @@ class Accelerated(DataPrefetcher):
         lines.append(f"  collate: {collate}")
         return "\n".join(lines)
 
+    @property
+    def decoding(self) -> str:
+        """What decodes the images, in words."""
+        return self._moved.split.decoder or super().decoding
+
     def _device_and_decoder(self) -> str:
+        if decoder := self._moved.split.decoder:
+            where = "the CPU" if self.device.type == "cpu" else str(self.device)
+            return f"decode by {decoder}; then on {where}"
         if self.device.type == "cpu":
             why = "device='cpu'" if torch.cuda.is_available() else "no CUDA device found"
             return f"{why}: everything on the CPU"
