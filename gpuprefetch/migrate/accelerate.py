@@ -1,7 +1,8 @@
-"""accelerate: a built DataLoader over image files, moved to the device in one call.
+"""accelerate: a built DataLoader over images, moved to the device in one call.
 
 The loader stays as it was built: sampler, workers, generator and all. Its workers read a view of
-its dataset that leaves files encoded, and its transforms go to the prefetcher.
+its dataset that leaves files encoded, and other pictures as they are, and its transforms go to the
+prefetcher.
 """
 
 from __future__ import annotations
@@ -49,14 +50,18 @@ def accelerate(
     print_plan: bool = True,
     **prefetcher_options: Any,
 ) -> DataPrefetcher:
-    """Move a loader over image files to the device: decode, augmentation and all.
+    """Move a loader over images to the device: the decode of files, augmentation and all.
 
     Args:
-        loader: over a dataset of any class that opens files by ``self.loader`` or
-            ``PIL.Image.open``, and gives each picture as RGB to its ``transform``, a v1, v2 or
-            timm pipeline: torchvision's and timm's datasets, your own, and datasets around these,
-            such as ``Subset``, ``ConcatDataset`` and classes with a transform for a split. It is
-            left alone.
+        loader: over a dataset of any class that gives pictures to its ``transform``, a v1, v2 or
+            timm pipeline, and returns what that gives: torchvision's and timm's datasets, your own,
+            and datasets around these, such as ``Subset``, ``ConcatDataset`` and classes with a
+            transform for a split. Files that ``self.loader`` or ``PIL.Image.open`` opens, and that
+            reach the transform as they are, are decoded by the prefetcher. Other pictures are
+            decoded by the dataset, in the workers: PIL images, uint8 arrays ``(H, W, 3)`` for a
+            pipeline that begins with ``ToTensor`` or ``ToImage``, and whatever a ``ToPILImage`` at
+            its beginning takes. The pipeline must make three channels of each. The loader is left
+            alone.
         keep_unknown: whether ops that no library knows, and others that cannot move, stay in the
             workers, with all ops before them and up to the crop. The workers then decode every file
             themselves. By default such an op runs on the device, image by image, where it gets
@@ -73,9 +78,9 @@ def accelerate(
         workers.
 
     Raises:
-        TypeError: for a loader or dataset that is none of these. A sample whose picture is changed
-            before its transform or after it, or is no file, raises it here if it is the first one,
-            and else when it is read; the message names the sample.
+        TypeError: for a loader or dataset that is none of these. A sample whose image is changed
+            after its transform, or whose transform gets no such picture, raises it here if it is
+            the first one, and else when it is read; the message names the sample.
         UnsupportedTransformError: for an op that cannot move, with what to do.
 
     Example:

@@ -90,7 +90,7 @@ class Picture(_Attributes, Encoded):
         self._file = file
         self._is_rgb = is_rgb
         self._real: Image.Image | None = None
-        self.touched = ""  # what was done with the pixels
+        self.touched = ""  # by which attribute first
         _sample.opened(self)
 
     @property  # type: ignore[misc]
@@ -161,7 +161,7 @@ class Picture(_Attributes, Encoded):
             object.__setattr__(self, name, value)
             return
         setattr(self.as_read(), name, value)
-        self.touched = name
+        self.touched = self.touched or name
 
     def as_read(self) -> Image.Image:
         """The real picture, as the dataset has it."""
@@ -173,7 +173,7 @@ class Picture(_Attributes, Encoded):
     def _changed(self, name: str) -> Any:
         """An attribute of the real picture, which may change the picture or tell of its pixels."""
         value = getattr(self.as_read(), name)
-        self.touched = name
+        self.touched = self.touched or name
         return value
 
     def _become_real(self) -> bool:
