@@ -25,6 +25,7 @@ from torchvision import tv_tensors
 from torchvision.datasets import DatasetFolder, ImageFolder
 from torchvision.datasets.folder import default_loader
 from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms.functional import pil_to_tensor
 
 import gpuprefetch
 from gpuprefetch import DataPrefetcher, EncodedImageFolder
@@ -32,8 +33,8 @@ from gpuprefetch.lists.convert import convert_transforms
 from gpuprefetch.lists.walk import convert, read_for_tensors
 from gpuprefetch.migrate import parity as _parity
 from gpuprefetch.migrate.accelerate import accelerate
-from gpuprefetch.migrate.dataset_view import view_of
 from gpuprefetch.migrate.explain import explain
+from gpuprefetch.migrate.folders import encoded_view
 from gpuprefetch.migrate.parity import parity
 from gpuprefetch.policies.known import UnsupportedTransformError
 from gpuprefetch.transforms.random import fold
@@ -170,7 +171,7 @@ def test_timm_datasets_and_loaders(folder):
     old = loader(num_workers=1, interpolation="bicubic")
     moved = accelerate(old, **CPU)
     assert old.dataset.load_bytes is False
-    image, _ = view_of(old.dataset, None)[7]
+    image, _ = encoded_view(old.dataset, [], [])[7]
     assert moved.dataset is old.dataset and image.index == 7 and image.path.endswith(".jpg")
     same_batches(old, moved)
     assert parity(old, 4, device="cpu").mean < 1
@@ -656,7 +657,7 @@ def test_a_collate_function_takes_one_image_a_sample(folder, transform, made):
 class Opener(ImageFolder):
     def __getitem__(self, index):
         with open_by_another_name(self.samples[index][0]) as image:
-            return self.transform(image.convert("RGB")), 0
+            return self.transform(pil_to_tensor(image)), 0
 
 
 class Keyed(ImageFolder):
@@ -804,7 +805,7 @@ def test_the_loader_keeps_its_options_and_is_left_alone(folder):
 def test_what_crosses_to_a_spawned_worker_can_be_pickled(folder):
     loader = loader_of(folder, VAL, collate_fn=list)
     moved = accelerate(loader, **CPU)
-    view, _ = pickle.loads(pickle.dumps((view_of(moved.dataset, None), moved.collate_fn)))
+    view, _ = pickle.loads(pickle.dumps((encoded_view(moved.dataset, [], []), moved.collate_fn)))
     assert repr(view[0][0]).startswith("EncodedImage(")
 
 
@@ -868,13 +869,13 @@ NOT_MOVED = {
         accelerate,
         lambda folder: DataLoader(Opener(folder, v1.Compose(VAL))),
         TypeError,
-        r"Opener.*no file as self\.loader",
+        r"Opener.*the transform gets a torch\.Tensor of torch\.uint8 \(3, .*It takes PIL images",
     ),
     "reads by itself, in parity": (
         parity,
         lambda folder: DataLoader(Opener(folder, v1.Compose(VAL))),
         TypeError,
-        r"Opener.*no file as self\.loader",
+        r"Opener.*the transform gets a torch\.Tensor of torch\.uint8 \(3, .*It takes PIL images",
     ),
     "takes other keys": (
         accelerate,
@@ -910,7 +911,7 @@ NOT_MOVED = {
         accelerate,
         lambda folder: DataLoader(ImageFolder(folder, v1.Compose(VAL), loader=as_gray)),
         TypeError,
-        r"ImageFolder\.__getitem__\(0\): the transform gets a PIL\.Image\.Image",
+        r"ImageFolder\.__getitem__\(0\): a picture is 'L' and not RGB",
     ),
     "no batches": (
         accelerate,

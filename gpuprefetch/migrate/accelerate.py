@@ -1,7 +1,8 @@
-"""accelerate: a built DataLoader over image files, moved to the device in one call.
+"""accelerate: a built DataLoader over images, moved to the device in one call.
 
 The loader stays as it was built: sampler, workers, generator and all. Its workers read a view of
-its dataset that leaves files encoded, and its transforms go to the prefetcher.
+its dataset that leaves files encoded, and other pictures as they are, and its transforms go to the
+prefetcher.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from gpuprefetch.migrate.folders import (
     pipeline_of,
     refuse_under_way,
 )
+from gpuprefetch.migrate.taken import opened
 from gpuprefetch.policies.known import UnsupportedTransformError, title
 from gpuprefetch.policies.per_image import Cast, Transform
 from gpuprefetch.prefetcher import DataPrefetcher
@@ -49,14 +51,18 @@ def accelerate(
     print_plan: bool = True,
     **prefetcher_options: Unpack[Keywords],
 ) -> DataPrefetcher:
-    """Move a loader over image files to the device: decode, augmentation and all.
+    """Move a loader over images to the device: the decode of files, augmentation and all.
 
     Args:
-        loader: over a dataset of any class that opens files by ``self.loader`` or
-            ``PIL.Image.open``, and gives each picture as RGB to its ``transform``, a v1, v2 or
-            timm pipeline: torchvision's and timm's datasets, your own, and datasets around these,
-            such as ``Subset``, ``ConcatDataset`` and classes with a transform for a split. It is
-            left alone.
+        loader: over a dataset of any class that gives pictures to its ``transform``, a v1, v2 or
+            timm pipeline, and returns what that gives: torchvision's and timm's datasets, your own,
+            and datasets around these, such as ``Subset``, ``ConcatDataset`` and classes with a
+            transform for a split. Files that ``self.loader`` or ``PIL.Image.open`` opens, and that
+            reach the transform as they are, are decoded by the prefetcher. Other pictures are
+            decoded by the dataset, in the workers: PIL images, uint8 arrays ``(H, W, 3)`` for a
+            pipeline that begins with ``ToTensor`` or ``ToImage``, and whatever a ``ToPILImage`` at
+            its beginning takes. The pipeline must make three channels of each. The loader is left
+            alone.
         keep_unknown: whether ops that no library knows, and others that cannot move, stay in the
             workers, with all ops before them and up to the crop. The workers then decode every file
             themselves. By default such an op runs on the device, image by image, where it gets
@@ -73,9 +79,9 @@ def accelerate(
         workers.
 
     Raises:
-        TypeError: for a loader or dataset that is none of these. A sample whose picture is changed
-            before its transform or after it, or is no file, raises it here if it is the first one,
-            and else when it is read; the message names the sample.
+        TypeError: for a loader or dataset that is none of these. A sample whose image is changed
+            after its transform, or whose transform gets no such picture, raises it here if it is
+            the first one, and else when it is read; the message names the sample.
         UnsupportedTransformError: for an op that cannot move, with what to do.
 
     Example:
@@ -88,11 +94,12 @@ def accelerate(
     refuse_under_way(loader)
     try:
         view = encoded_view(loader.dataset, pipeline, folders)
-        plan = convert(pipeline, pictures=True, takes_own=not keep_unknown)
+        plan = _plan_of(pipeline, takes_own=not keep_unknown)
         split = _Split([], plan, is_whole=False)
         if keep_unknown and loader.collate_fn is not default_collate:
             _refuse_any_size(pipeline)
-        count = check_sample(view, loader.dataset, encoded=True, needed=True)
+        checked = check_sample(view, loader.dataset, encoded=True, needed=True)
+        split = replace(split, decoder=checked.decoder)
     except (UnsupportedTransformError, UndecodedError):
         if not keep_unknown:
             raise
@@ -100,8 +107,9 @@ def accelerate(
         device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
         view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
         needed = bool(split.plan.transforms)
-        count = check_sample(view, loader.dataset, encoded=False, needed=needed)
+        checked = check_sample(view, loader.dataset, encoded=False, needed=needed)
     device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
+    count = checked.images
     if not split.decodes_on_device and device_transforms and count > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
@@ -123,6 +131,13 @@ def accelerate(
 def _asks_for_transforms(options: Keywords) -> bool:
     asked = (options.get("transforms"), options.get("dtype"), options.get("memory_format"))
     return any(asked)
+
+
+def _plan_of(pipeline: list[Transform], *, takes_own: bool) -> Plan:
+    """The plan of a pipeline that moves as a whole; the workers run a ``ToPILImage`` before it."""
+    first, rest = opened(pipeline)
+    plan = convert(rest, pictures=True, takes_own=takes_own)
+    return plan if first is None else replace(plan, steps=[*_kept_steps([first]), *plan.steps])
 
 
 def _refuse_any_size(pipeline: list[Transform]) -> None:
@@ -147,6 +162,7 @@ class _Split:
     kept: list[Transform]
     plan: Plan  # of all ops; its transforms are for the device
     is_whole: bool  # whether the workers run the whole pipeline
+    decoder: str = ""  # who decodes in place of the prefetcher, in words; empty for files
 
     @property
     def decodes_on_device(self) -> bool:
@@ -269,7 +285,15 @@ class Accelerated(DataPrefetcher):
         lines.append(f"  collate: {collate}")
         return "\n".join(lines)
 
+    @property
+    def decoding(self) -> str:
+        """What decodes the images, in words."""
+        return self._moved.split.decoder or super().decoding
+
     def _device_and_decoder(self) -> str:
+        if decoder := self._moved.split.decoder:
+            where = "the CPU" if self.device.type == "cpu" else str(self.device)
+            return f"decode by {decoder}; then on {where}"
         if self.device.type == "cpu":
             why = "device='cpu'" if torch.cuda.is_available() else "no CUDA device found"
             return f"{why}: everything on the CPU"

@@ -22,6 +22,7 @@ from gpuprefetch.migrate.folders import (
     folders_of,
     pipeline_of,
 )
+from gpuprefetch.migrate.taken import opened
 from gpuprefetch.policies.per_image import Cast, PerImage
 from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.prefetcher import DataPrefetcher
@@ -143,7 +144,8 @@ def parity(
         raise ValueError(f"n is a number of images, at least 1, got {n!r}.")
     folders = folders_of(loader)
     pipeline = pipeline_of(folders)
-    plan = convert(pipeline, pictures=True)
+    _, ops = opened(pipeline)
+    plan = convert(ops, pictures=True)
     view = encoded_view(loader.dataset, pipeline, folders)
     check_sample(view, loader.dataset, encoded=True, needed=True)
     if not len(view):
