@@ -27,6 +27,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
+import numpy as np
 import torch
 
 from gpuprefetch.core.nested import Sample, select
@@ -142,8 +143,6 @@ class Picture(_Attributes, Encoded):
         return self.copy()
 
     def __array__(self, *args: Any, **named: Any) -> Any:
-        import numpy as np
-
         self._changed("__array_interface__")
         return np.array(self._opened(), *args, **named)
 
@@ -313,7 +312,7 @@ class LeftEncoded:
         """A file of the pixels of what the transform gets."""
         pixels = self.takes.pixels_of(given, name)
         if pixels is None:
-            raise UndecodedError(f"the transform gets {_described(given)}. {NO_PICTURE}")
+            raise UndecodedError(f"the transform gets a {_described(given)}. {NO_PICTURE}")
         decodes.add(use)
         return EncodedImage(to_ppm(pixels), _sample.index, path)
 
@@ -321,9 +320,10 @@ class LeftEncoded:
 def _described(given: object) -> str:
     """What the transform gets, in words, where that is no picture."""
     kind = type(given)
-    name = f"a {kind.__module__}.{kind.__name__}".replace("a builtins.", "a ")
-    shape = getattr(given, "shape", None)
-    return name if shape is None else f"{name} of {given.dtype} {tuple(shape)}"  # type: ignore[attr-defined]
+    name = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
+    if not isinstance(given, (np.ndarray, torch.Tensor)):
+        return name
+    return f"{name} of {given.dtype} {tuple(given.shape)}"
 
 
 # --- A sample ---
