@@ -28,6 +28,7 @@ from gpuprefetch.images.apart import collate_apart
 from gpuprefetch.images.bad import BadImage
 from gpuprefetch.images.build import build_stage, rebuilt
 from gpuprefetch.images.decode import ImageDecoder, decoded_by
+from gpuprefetch.images.handed import Finisher, HandedOut, registered, to_iterate
 from gpuprefetch.images.imports import load_worker_modules
 from gpuprefetch.images.loading import Begun, LivingWorkers, noting_sampler
 from gpuprefetch.images.notes import Notebook, Notes
@@ -72,6 +73,11 @@ def _refuse_no_loader(loader: object) -> None:
         raise TypeError(
             f"A {type(loader).__name__} gives its batches once. Pass what can be iterated anew for "
             "each epoch, such as the DataLoader itself."
+        )
+    if isinstance(loader, DataLoader) and hasattr(type(loader), "__next__"):
+        raise TypeError(
+            f"{type(loader).__name__} is its own iterator (it has a __next__), as loaders are that "
+            "copy batches to the GPU by themselves. Use a plain DataLoader: the prefetcher copies."
         )
     if hasattr(loader, "base_dataloader"):  # its end would come before ours, ahead of the loop
         raise TypeError(
@@ -192,6 +198,7 @@ class DataPrefetcher:
         memory_budget: str | int | None = None,
     ) -> None:
         _refuse_no_loader(loader)
+        loader = to_iterate(loader)
         self._loader: Loader = loader
         self._options = Options(
             transforms=transforms,
@@ -217,8 +224,47 @@ class DataPrefetcher:
 
     @property
     def wrapped(self) -> Loader:
-        """The loader that was given, to set its attributes: ``prefetcher.wrapped.timeout = 60``."""
+        """The loader that was given, to set its attributes: ``prefetcher.wrapped.timeout = 60``.
+
+        A loader that repeats itself, or was made of another prefetcher's parts, has another one in
+        its place.
+        """
         return self._loader
+
+    @property
+    def collate_fn(self) -> HandedOut:
+        """The loader's, for another loader.
+
+        Batches that would be encoded without this prefetcher, or lack its transforms, are finished
+        by their ``to(device)``, with a warning. Anything else that is done with them raises.
+        """
+        finisher = self._finisher()
+        token = b"" if finisher is None else registered(finisher)
+        return HandedOut(
+            self._loader.collate_fn, self._left_to_us(), self._next_epoch, token, finisher
+        )
+
+    def _next_epoch(self) -> int:
+        self._progress.follow(self._loader)
+        return self._progress.epoch
+
+    def _finisher(self) -> Finisher | None:
+        """What finishes the batches of another loader over :attr:`dataset`."""
+
+        def begin(given: Loader, epoch: int) -> Iterator[Batch]:
+            other = self.over(given)
+            other.set_epoch(epoch)
+            return iter(other)
+
+        try:
+            return Finisher(begin, self.device, len(self))
+        except TypeError:  # a stream without a length: nothing tells when an epoch is over
+            return None
+
+    def _left_to_us(self) -> str:
+        """What another loader over :attr:`dataset` would lack beside the decode, in words."""
+        views = self._pipeline.views
+        return "its transforms" if len(views) > 1 or views[0].changes else ""
 
     @property
     def device(self) -> torch.device:
@@ -261,12 +307,21 @@ class DataPrefetcher:
         """What decodes encoded images, in words: for tools that explain it."""
         return decoded_by(self._pipeline.decoding.decoder, self.device)
 
-    def over(self, loader: Loader) -> DataPrefetcher:
-        """The same prefetcher over another loader, for tools that try one.
+    def over(self, loader: DataLoader[Any] | Iterable[Batch]) -> DataPrefetcher:
+        """The same prefetcher over another loader, such as one that a framework made of this one.
 
         The next epoch is the same, from its start. Counters, bad images and the share of the
         workers are apart.
+
+        Raises:
+            TypeError: for what the constructor takes as no loader.
+
+        Example:
+            >>> rest = accelerate.skip_first_batches(prepared, 3)
+            >>> rest.base_dataloader = prepared.base_dataloader.over(rest.base_dataloader)
         """
+        _refuse_no_loader(loader)
+        loader = self._read_by_us(loader)
         clone: DataPrefetcher = object.__new__(type(self))
         clone.__setstate__(
             self.__getstate__()
@@ -277,6 +332,10 @@ class DataPrefetcher:
             }
         )
         return clone
+
+    def _read_by_us(self, loader: Loader) -> Loader:
+        """What this prefetcher iterates of a loader that was made of its parts."""
+        return to_iterate(loader)
 
     def __iter__(self) -> Iterator[Batch]:
         self._advice.of_setting()

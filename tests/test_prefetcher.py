@@ -372,7 +372,7 @@ def test_what_is_set_says_where_it_belongs():
     with pytest.raises(AttributeError, match=r"prefetcher\.wrapped\.collate_fn = ") as told:
         prefetcher.collate_fn = list
     exec(str(told.value).rpartition(": ")[2].replace("...", "list"))
-    assert prefetcher.collate_fn is loader.collate_fn is list
+    assert prefetcher.collate_fn.collate_fn is loader.collate_fn is list
     assert [type(batch) for batch in prefetcher] == [list] * 2
     prefetcher.note = "mine"
     assert not hasattr(loader, "note")

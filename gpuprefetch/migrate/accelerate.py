@@ -15,9 +15,11 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch.core.loaders import changed
+from gpuprefetch.core.nested import Loader
 from gpuprefetch.core.ranks import rank
 from gpuprefetch.images.apart import is_image
 from gpuprefetch.images.guard import UndecodedError
+from gpuprefetch.images.handed import to_iterate
 from gpuprefetch.images.options import Keywords
 from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.refused import gives_size
@@ -80,6 +82,7 @@ def accelerate(
         >>> loader = gpuprefetch.accelerate(loader)
         >>> for images, target in loader: ...  # the loop is unchanged
     """
+    loader = to_iterate(loader)
     folders = folders_of(loader)
     pipeline = pipeline_of(folders)
     refuse_under_way(loader)
@@ -196,13 +199,15 @@ class Accelerated(DataPrefetcher):
         late: bool,
     ) -> None:
         added = options.get("transforms")
+        adds = _asks_for_transforms(options)
         transforms = [*split.plan.transforms, *_listed(added)]
         options = {**options, "transforms": transforms}
         if not transforms or read_for_tensors(transforms).tail:
             options = _with_cast(options, transforms)
         self._late = late
         super().__init__(changed(loader, dataset=view), **options)
-        self._moved = _Moved(loader, split, added, [*split.kept, *self._running_ops()])
+        running = [*split.kept, *self._running_ops()]
+        self._moved = _Moved(loader, split, added, running, adds=adds)
 
     @property
     def plan(self) -> Plan:
@@ -219,8 +224,29 @@ class Accelerated(DataPrefetcher):
         """The loader's own, which gives decoded samples; the workers read a view of it."""
         return self._moved.dataset
 
+    def _left_to_us(self) -> str:
+        # The ops of the pipeline are not missing there: the dataset that others get has them.
+        return "the transforms that accelerate() was given" if self._moved.adds else ""
+
+    def _finisher(self) -> None:
+        # Others get decoded samples, on which the ops of the pipeline have run.
+        return None
+
+    def _read_by_us(self, loader: Loader) -> Loader:
+        loader = super()._read_by_us(loader)
+        ours = self.wrapped.dataset
+        dataset = getattr(loader, "dataset", None)
+        if dataset is self._moved.dataset:
+            return changed(loader, dataset=ours)
+        if dataset is not ours:
+            raise TypeError(
+                "over() of what accelerate() made takes a loader over the same dataset. For "
+                "another one call accelerate(loader)."
+            )
+        return loader
+
     def _refuse_changed(self) -> None:
-        self._moved.refuse_changed(self.collate_fn)
+        self._moved.refuse_changed(self.wrapped.collate_fn)
         super()._refuse_changed()
 
     def describe(self) -> str:
@@ -238,7 +264,8 @@ class Accelerated(DataPrefetcher):
             lines.append(f"  after them: {', '.join(map(title, added))}")
         collate = WORKERS
         if self._late:
-            collate = f"{title(self.collate_fn)}, on the transformed images on {self.device}"
+            function = title(self.wrapped.collate_fn)
+            collate = f"{function}, on the transformed images on {self.device}"
         lines.append(f"  collate: {collate}")
         return "\n".join(lines)
 
@@ -288,12 +315,20 @@ class _Moved:
         split: of its pipeline.
         added: the user's ``transforms`` for the prefetcher.
         running: ops that run as they were given, and may change.
+        adds: whether the user's options change images, beside the pipeline.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], split: _Split, added: Any, running: list[Transform]
+        self,
+        loader: DataLoader[Any],
+        split: _Split,
+        added: Any,
+        running: list[Transform],
+        *,
+        adds: bool,
     ) -> None:
         self.split = split
+        self.adds = adds
         self.dataset = loader.dataset
         self.added = added
         self._collates_as_torch = loader.collate_fn is default_collate
