@@ -116,7 +116,23 @@ class Device:
             "power_w": power and power / 1000,
             "celsius": self._number("nvmlDeviceGetTemperature", 0),
             "throttle": [name for bit, name in THROTTLE.items() if reasons.value & bit],
+            "others_busy": self._others_busy(),
         }
+
+    def _others_busy(self) -> int:
+        """How many other GPUs of the machine are at work now, in any process."""
+        count = ctypes.c_uint()
+        if self._nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return 0
+        busy = 0
+        for index in range(count.value):
+            handle = ctypes.c_void_p()
+            used = (ctypes.c_uint * 2)()  # nvmlUtilization_t: gpu and memory, in percent
+            found = self._nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
+            if found and handle.value != self._handle.value:
+                asked = self._nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(used))
+                busy += asked == 0 and used[0] > 0
+        return busy
 
     def _asked(self, function: str, *arguments: Any) -> bool:
         call = getattr(self._nvml, function, None)  # a driver may not have it
@@ -150,7 +166,10 @@ class States:
             self._states.append(state)
 
     def summary(self) -> dict[str, Any]:
-        """Lowest and highest of each number, and every throttle reason seen; {} without a GPU."""
+        """Lowest and highest of each number, every throttle reason, the most other GPUs at work.
+
+        {} without a GPU.
+        """
         if not self._states:
             return {}
         found: dict[str, Any] = {}
@@ -158,7 +177,9 @@ class States:
             values = [state[key] for state in self._states if state[key] is not None]
             found[key] = [min(values), max(values)] if values else None
         seen = {reason for state in self._states for reason in state["throttle"]}
-        return {**found, "throttle": sorted(seen), "samples": len(self._states)}
+        others = max(state["others_busy"] for state in self._states)
+        found |= {"throttle": sorted(seen), "others_busy": others}
+        return {**found, "samples": len(self._states)}
 
 
 def machine(device: Device) -> dict[str, Any]:

@@ -209,10 +209,28 @@ def _of_scaling(quote: Quote, documents: list[Document]) -> Values:
     return [forms[quote.quantity]], False
 
 
+def _of_rows(quote: Quote, documents: list[Document]) -> Values:
+    """The cell says what a row has, ``kind=ahead, persistent=True``; the column is another key."""
+    wanted = dict(part.strip().split("=") for part in quote.cell.split(","))
+    (key,) = quote.columns
+    rows = [
+        r
+        for d in documents
+        for r in d["results"]
+        if all(str(r.get(name)) == value for name, value in wanted.items())
+    ]
+    if quote.quantity not in ("value", "thousands"):
+        raise LookupError("no such quantity; ['value', 'thousands'] are")
+    unit = 1000 if quote.quantity == "thousands" else 1
+    return [r[key] / unit for r in rows if key in r], False
+
+
 RESOLVERS: dict[str, Callable[[Quote, list[Document]], Values]] = {
     "train": _of_train,
     "policy": _of_policy,
     "scaling": _of_scaling,
+    "edge": _of_rows,
+    "decode": _of_rows,
 }
 
 

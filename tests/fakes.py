@@ -5,7 +5,7 @@ import time
 from inspect import signature
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from gpuprefetch import DataPrefetcher, EncodedImage
 from gpuprefetch.core.nested import children_of
@@ -34,18 +34,31 @@ def assert_same_batches(loader, moved, **tolerance):
         assert torch.equal(target, got_target)
 
 
-def loader_of(dataset, device="cpu", **options):
+class Split(Subset):
+    """Another transform on a split, as many write it."""
+
+    def __init__(self, dataset, indices, transform):
+        super().__init__(dataset, indices)
+        self.transform = transform
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return self.transform(image), target
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def loader_of(dataset, device="cpu", kind=DataLoader, **options):
     """A loader of batches of 8, with workers and pinned memory where they go to a GPU."""
     gpu = torch.device(device).type == "cuda"
-    return DataLoader(
-        dataset, **{"batch_size": 8, "pin_memory": gpu, "num_workers": 2 * gpu} | options
-    )
+    return kind(dataset, **{"batch_size": 8, "pin_memory": gpu, "num_workers": 2 * gpu} | options)
 
 
-def prefetcher_of(dataset, device="cpu", **options):
+def prefetcher_of(dataset, device="cpu", kind=DataLoader, **options):
     """Around the loader of these options that are a loader's; the others are its own."""
     names = signature(DataLoader).parameters.keys() & options.keys()
-    loader = loader_of(dataset, device, **{name: options.pop(name) for name in names})
+    loader = loader_of(dataset, device, kind, **{name: options.pop(name) for name in names})
     return DataPrefetcher(loader, device=device, **options)
 
 

@@ -142,7 +142,7 @@ class Waits:
     def receive(self, batch, number, waited):
         return batch, 1
 
-    def gathers(self, images):
+    def gathers(self, batch):
         return 1
 
     def run(self, batch, number, epoch, cost):

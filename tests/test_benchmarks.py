@@ -326,6 +326,20 @@ def test_views(tmp_path, in_this_process):
     assert f"{rates[1]:,.0f} ({rates[1] / rates[0]:.3f}) |" in table.views_table([one, ten])
 
 
+def test_a_row_of_a_file_is_quoted_by_what_it_has():
+    rows = [{"kind": kind, "persistent": p, "edge_ms": ms} for kind, p, ms in ROWS]
+    found = {"file": "edge-a.json", "benchmark": "edge", "results": rows}
+    text = "costs {}<!-- = edge-a | kind=ahead, persistent=True | edge_ms | value --> ms"
+    assert quotes.problems(text.format("11"), [found]) == []
+    (wrong,) = quotes.problems(text.format("12"), [found])
+    assert "the files have 11" in wrong
+    (none,) = quotes.problems(text.replace("ahead", "else").format("11"), [found])
+    assert "no result has these columns" in none
+
+
+ROWS = [("ahead", True, 10.88), ("as ever", True, 71.2), ("ahead", False, 29.6)]
+
+
 def test_edge(tmp_path, monkeypatch):
     edge = importlib.import_module("edge")
     monkeypatch.setattr(edge, "COLUMNS", edge.COLUMNS[-1:])  # each is a process
@@ -437,7 +451,22 @@ NVML_TEXTS = {
 
 
 class FakeNvml:
-    """NVML of an H100 whose clocks are below their maximum for its power cap."""
+    """NVML of an H100 whose clocks are below their maximum for its power cap.
+
+    It is the first of four GPUs, of which the third is at work as well.
+    """
+
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = 4
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+        handle._obj.value = 100 + index
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle, used):
+        used._obj[0] = 55 if handle.value in (100, 102) else 0
+        return 0
 
     def __getattr__(self, name):
         def call(*arguments):
@@ -462,6 +491,7 @@ def test_what_a_file_says_of_its_gpu():
     found = states.summary()
     assert found["sm_mhz"] == [1755, 1755] and found["power_w"] == [650, 650]
     assert found["throttle"] == ["power cap"] and found["samples"] == 1
+    assert found["others_busy"] == 1
     assert facts.States(facts.Device()).summary() == {}
 
 
@@ -556,8 +586,8 @@ def test_memory_without_a_gpu(settings):
     assert memory.idle("torchvision", shared | {"train": False, "images": 8})["held_gib"] == 0.0
 
 
-@pytest.mark.parametrize("workers", [0, 8])
-def test_windows_hold_whole_bursts(workers):
+def rates_of_windows(workers):
+    """The rates of three windows of a loop whose batches come eight at a time."""
     batch = torch.zeros(1, 3, 2, 2).contiguous(memory_format=torch.channels_last), torch.ones(1)
 
     def batches():  # as of eight workers: eight of them, and then nothing
@@ -575,8 +605,16 @@ def test_windows_hold_whole_bursts(workers):
         counts.append(loop.window(0.25)[0])
         marks.append(time.perf_counter())
     seconds = [b - a for a, b in itertools.pairwise(marks)]
-    rates = [count / taken for count, taken in zip(counts, seconds, strict=True)]
-    assert all(rate == pytest.approx(40, rel=0.1) for rate in rates) == (workers == 8)
+    return [count / taken for count, taken in zip(counts, seconds, strict=True)]
+
+
+@pytest.mark.parametrize("workers", [0, 8])
+def test_windows_hold_whole_bursts(workers):
+    def steady():
+        return all(rate == pytest.approx(40, rel=0.1) for rate in rates_of_windows(workers))
+
+    # A busy machine may disturb one loop.
+    assert any(steady() for _ in range(3)) == (workers == 8)
 
 
 def test_cpu_seconds_count_children():

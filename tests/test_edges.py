@@ -63,6 +63,7 @@ def alive():
 
 def loader_of(dataset, persistent, **options):
     options = {"batch_size": 4, "shuffle": True, "num_workers": 2} | options
+    options = {"pin_memory": torch.cuda.is_available()} | options
     return DataLoader(dataset, persistent_workers=persistent, **options)
 
 

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from children import Child, ranks
 from PIL import Image
 from small_model import get_model
@@ -239,6 +240,24 @@ def test_a_prefetcher_goes_into_what_accelerate_prepares():
     assert sum(map(len, prepared)) == 42
 
 
+def test_what_accelerate_skips_needs_the_prefetcher_again():
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+
+    images = torch.arange(12.0).view(12, 1, 1, 1).expand(12, 3, 2, 2)
+    prepared = accelerator.prepare(DataLoader(images, 4))
+    loader = DataPrefetcher(prepared.base_dataloader, transforms=[lambda x: x + 1], device="cpu")
+    prepared.base_dataloader = loader
+    rest = accelerator.skip_first_batches(prepared, 1)
+    with pytest.warns(UserWarning, match="not ahead") as told:
+        seen = [batch[:, 0, 0, 0].tolist() for batch in rest]
+    assert seen == [[5, 6, 7, 8], [9, 10, 11, 12]]
+    rest = accelerator.skip_first_batches(prepared, 1)
+    words = str(told[0].message)
+    exec(words.rpartition(": ")[2].rstrip("."), {"rest": rest, "prepared": prepared})
+    assert [batch[:, 0, 0, 0].tolist() for batch in rest] == [[5, 6, 7, 8], [9, 10, 11, 12]]
+    assert len(list(prepared)) == 3
+
+
 # torchdata 0.11 calls a function that torch 2.15 warns of.
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize(("seen", "left"), [(3, 7), (None, 10)])  # None: the loop comes to its end
@@ -407,6 +426,74 @@ def test_keras(folder, monkeypatch, tmp_path, capsys):
     assert len(history["loss"]) == len(history["val_accuracy"]) == 1
     assert logits.shape == (COUNT, COUNT)
     assert "3/3" in capsys.readouterr().out
+
+
+TRAINER = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist, with_trainer
+
+seen = []
+
+class Noting(with_trainer.Trainer):
+    def training_step(self, model, inputs, *rest):
+        images = inputs["pixel_values"]
+        assert images.dtype == torch.float32 and images.shape[1:] == (3, 16, 16)
+        seen.append([inputs["labels"].tolist(), images.double().sum().item()])
+        return super().training_step(model, inputs, *rest)
+
+with_trainer.Trainer = Noting
+folder, out = sys.argv[1:]
+
+def run(resume=None, **options):
+    options = {"per_device_train_batch_size": 4, "dataloader_num_workers": 0} | options
+    options |= {"disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
+    seen.clear()
+    trainer = with_trainer.main(folder, out, size=16, resume=resume, **options)
+    return list(seen), trainer
+"""
+
+RESUMED = """
+whole, trainer = run(save_strategy="steps", save_steps=1)
+assert len(whole) == 10
+for epoch in (whole[:5], whole[5:]):
+    assert sorted(n for labels, _ in epoch for n in labels) == list(range(18))
+assert len({pixels for _, pixels in whole}) == 10
+assert len(trainer.predict(trainer.eval_dataset).label_ids) == 18
+for step in (2, 5, 8):
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    rest, _ = run(f"{out}/checkpoint-{step}", save_strategy="no", **(options if step > 5 else {}))
+    assert rest == whole[step:], (step, rest, whole)
+"""
+
+RANKS_OF_TRAINER = """
+whole, trainer = run(save_strategy="steps", save_steps=2, ddp_backend="gloo")
+rest, _ = run(f"{out}/checkpoint-2", save_strategy="no", ddp_backend="gloo")
+assert rest == whole[2:]
+others = [None] * dist.get_world_size()
+dist.all_gather_object(others, [n for labels, _ in whole[:3] for n in labels])
+assert len(whole) == 6 and set().union(*others) == set(range(18)), others
+assert sum(map(len, others)) < 18 + 4 * 2  # no more than what fills the last batch
+assert len(trainer.predict(trainer.eval_dataset).label_ids) == 18
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "code"), [(1, RESUMED), (RANKS, RANKS_OF_TRAINER)])
+def test_trainer_resumes_with_what_was_left(folder, tmp_path, count, code):
+    for name in ("transformers", "accelerate", "datasets"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    options = {"PYTHONPATH": str(FOLDER), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    arguments = TRAINER + code, str(folder), str(tmp_path / "out")
+    modules = ["transformers", "accelerate", "datasets"]
+    if count == 1:
+        children = [Child(*arguments, CUDA_VISIBLE_DEVICES="", modules=modules, **options)]
+    else:
+        children = ranks(count, *arguments, modules=modules, **options)
+    outputs = [child.communicate(240) for child in children]
+    assert not any(child.returncode for child in children), "\n".join(map(str, outputs))
 
 
 FASTAI = """

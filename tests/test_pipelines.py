@@ -35,11 +35,13 @@ def folder(tmp_path_factory):
 
 
 def loader_of(root, ops, **options):
-    return DataLoader(ImageFolder(root, v1.Compose(ops)), **{"batch_size": 4} | options)
+    options = {"batch_size": 4, "pin_memory": torch.cuda.is_available()} | options
+    return DataLoader(ImageFolder(root, v1.Compose(ops)), **options)
 
 
 def files(root):
-    return DataLoader(EncodedImageFolder(root), batch_size=4)
+    pinned = torch.cuda.is_available()
+    return DataLoader(EncodedImageFolder(root), batch_size=4, pin_memory=pinned)
 
 
 # --- a user's own function, after the crop --------------------------------------------------------

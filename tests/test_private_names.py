@@ -22,6 +22,7 @@ NAMES = {
     "Queue._on_queue_feeder_error": "multiprocessing.queues:Queue",
     "_MapDatasetFetcher": "torch.utils.data._utils.fetch",
     "DataLoader._iterator": "torch.utils.data:DataLoader",
+    "DataLoader._get_iterator": "torch.utils.data:DataLoader",
     "_persistent_workers": "torch.utils.data.dataloader:_BaseDataLoaderIter",
     "_workers": "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter",
     "_rcvd_idx": "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter",

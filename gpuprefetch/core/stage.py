@@ -62,8 +62,8 @@ class Stage(Protocol):
     def cost(self, batch: Batch) -> Cost:
         """What a batch from :meth:`receive` needs on the device; asked for where it counts."""
 
-    def gathers(self, images: int) -> int:
-        """How many batches of so many images are best prepared together."""
+    def gathers(self, batch: Batch) -> int:
+        """How many batches like this one are best prepared together; 1 or more."""
 
     def begin_together(self, batches: Sequence[tuple[int, Batch]]) -> None:
         """Begin some batches, with their numbers, on the current stream; :meth:`run` follows each.

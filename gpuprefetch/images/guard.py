@@ -31,11 +31,8 @@ _PASS = frozenset(
 )
 
 
-class _Faults(threading.local):
-    """The messages of all :class:`UndecodedError` of this thread, also of those that are caught.
-
-    A dataset that catches the error of one sample, and gives another sample, must not go unnoticed.
-    """
+class Messages(threading.local):
+    """Messages of this thread to whoever notes them."""
 
     def __init__(self) -> None:
         self.messages: list[str] | None = None  # None while nobody notes them
@@ -52,7 +49,9 @@ class _Faults(threading.local):
             self.messages.append(message)
 
 
-faults = _Faults()
+# Of all UndecodedErrors, also of those that are caught. A dataset that catches the error of one
+# sample, and gives another sample, must not go unnoticed.
+faults = Messages()
 
 
 class UndecodedError(AttributeError, TypeError):
@@ -92,6 +91,10 @@ class Encoded(metaclass=_NotDecoded):
             f"{_WHERE}"
         )
 
+    def _become_real(self) -> bool:
+        """Become a picture, for a module; whether this is one now."""
+        return False
+
 
 def is_marked(leaf: object) -> bool:
     return isinstance(leaf, Encoded)
@@ -123,7 +126,9 @@ def end_reading() -> None:
 
 def _refuse(module: torch.nn.Module, args: tuple[object, ...]) -> None:
     # Keyword arguments are not seen: torchvision's v2 modules take none, others fail on them.
-    if torch.compiler.is_compiling() or not select(args, is_marked):
+    if torch.compiler.is_compiling():
+        return
+    if all(leaf._become_real() for leaf in select(args, is_marked)):
         return
     kind = type(module)
     if kind is torch.nn.Sequential or (kind.__name__ in _PASS and _is_of_v2(kind)):

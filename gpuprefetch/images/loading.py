@@ -20,6 +20,7 @@ from gpuprefetch.core.epoch import Lookahead
 from gpuprefetch.core.forecast import Facts, Forecast, draws_since, facts_of, is_known, same
 from gpuprefetch.core.loaders import TorchLoader, changed, is_stream
 from gpuprefetch.core.nested import Batch, Loader
+from gpuprefetch.core.repeating import restarts
 from gpuprefetch.core.samplers import Key, sampler_name
 from gpuprefetch.core.workers import WorkerStart, shut_down
 from gpuprefetch.images.collate import Announced, HostStage, announce
@@ -238,7 +239,7 @@ class LivingWorkers:
         self, loader: TorchLoader, packer: Packer, seed: int, epoch: int, *, anew: bool
     ) -> Begun:
         if loader.persistent_workers:
-            if self._loader is None or anew:
+            if self._loader is None or anew or restarts(self._loader) != restarts(loader):
                 self._origin = Origin(seed, epoch)
                 self._origin.share()
                 self._loader = with_packing(loader, replace(packer, origin=self._origin))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import NoReturn
+from typing import Literal, NoReturn, TypeAlias, TypedDict
 
 import torch
 
@@ -16,23 +16,53 @@ from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.reference import FLOAT_DTYPES
 from gpuprefetch.transforms.results import FORMS, ResultForm
 
+DecoderName: TypeAlias = Literal["auto", "nvjpeg", "torchvision", "cpu"]
+Results: TypeAlias = Literal["list", "padded", "stack"] | ResultForm
+OnError: TypeAlias = Literal["raise", "skip", "replace"] | Callable[[BadImage], object]
+
+
+class ImageKeywords(TypedDict, total=False):
+    """The keyword arguments about encoded images, from their decode to what the loop gets."""
+
+    decoder: DecoderName | ImageDecoder
+    apply_exif: bool
+    cpu_share: float | Literal["auto"]
+    seed: int | None
+    on_error: OnError
+    max_bad: int | None
+    results: Results | None
+
+
+class Keywords(ImageKeywords, total=False):
+    """The keyword arguments of a DataPrefetcher, for functions that pass them on.
+
+    Type checkers and editors know the names and the values by it.
+    """
+
+    device: torch.device | str | int | None
+    transforms: Sequence[Transform] | Views | Transform | None
+    dtype: torch.dtype | None
+    memory_format: torch.memory_format | None
+    device_prefetch_size: int | None
+    memory_budget: str | int | None
+
 
 @dataclass(frozen=True)
 class Options:
     """See :class:`gpuprefetch.DataPrefetcher`, whose arguments have the same names and order."""
 
-    transforms: Sequence[Transform] | Views | None = None
+    transforms: Sequence[Transform] | Views | Transform | None = None
     dtype: torch.dtype | None = None
     memory_format: torch.memory_format | None = None
     device_prefetch_size: int | None = None
-    decoder: str | ImageDecoder = "auto"
+    decoder: DecoderName | ImageDecoder = "auto"
     apply_exif: bool = False
-    cpu_share: float | str = "auto"
+    cpu_share: float | Literal["auto"] = "auto"
     seed: int | None = None
-    on_error: str | Callable[[BadImage], object] = "raise"
+    on_error: OnError = "raise"
     max_bad: int | None = None
     memory_budget: str | int | None = None
-    results: str | ResultForm | None = None
+    results: Results | None = None
 
     def given(self) -> Iterator[tuple[str, object]]:
         """Name and value of what is not the default."""

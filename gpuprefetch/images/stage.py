@@ -15,7 +15,7 @@ from gpuprefetch.core.stage import Empty
 from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImageError
-from gpuprefetch.images.collate import pack_lists
+from gpuprefetch.images.collate import encoded_leaves, pack_lists
 from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.finish import finish
 from gpuprefetch.images.guard import end_reading
@@ -117,8 +117,14 @@ class Pipeline:
         if self.balancer is not None:
             self.balancer.handed_over(period, waited)
 
-    def gathers(self, images: int) -> int:
-        return min(SUB_BATCH // max(images, 1), TOGETHER) if self.decoding.joins else 1
+    def gathers(self, batch: Batch) -> int:
+        packed = encoded_leaves(batch) if self.decoding.joins else []
+        calls = [part.call for images in packed for part in images.plan.parts if part.call]
+        if not calls:
+            return 1
+        images = sum(len(call.positions) for call in calls)
+        size = sum(call.size for call in calls)
+        return max(min(SUB_BATCH // images, SUB_BATCH_BYTES // max(size, 1), TOGETHER), 1)
 
     def begin_together(self, batches: Sequence[tuple[int, Batch]]) -> None:
         try:

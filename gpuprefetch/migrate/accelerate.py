@@ -1,7 +1,8 @@
-"""accelerate: a built DataLoader over image files, moved to the device in one call.
+"""accelerate: a built DataLoader over images, moved to the device in one call.
 
 The loader stays as it was built: sampler, workers, generator and all. Its workers read a view of
-its dataset that leaves files encoded, and its transforms go to the prefetcher.
+its dataset that leaves files encoded, and other pictures as they are, and its transforms go to the
+prefetcher.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch.core.loaders import changed
+from gpuprefetch.core.nested import Loader
 from gpuprefetch.core.ranks import rank
 from gpuprefetch.images.apart import is_image
 from gpuprefetch.images.guard import UndecodedError
+from gpuprefetch.images.handed import to_iterate
+from gpuprefetch.images.options import Keywords
 from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
@@ -32,6 +36,7 @@ from gpuprefetch.migrate.folders import (
     pipeline_of,
     refuse_under_way,
 )
+from gpuprefetch.migrate.taken import opened
 from gpuprefetch.policies.known import UnsupportedTransformError, title
 from gpuprefetch.policies.per_image import Cast, Transform
 from gpuprefetch.prefetcher import DataPrefetcher
@@ -44,16 +49,20 @@ def accelerate(
     *,
     keep_unknown: bool = False,
     print_plan: bool = True,
-    **prefetcher_options: Any,
+    **prefetcher_options: Unpack[Keywords],
 ) -> DataPrefetcher:
-    """Move a loader over image files to the device: decode, augmentation and all.
+    """Move a loader over images to the device: the decode of files, augmentation and all.
 
     Args:
-        loader: over a dataset of any class that opens files by ``self.loader`` or
-            ``PIL.Image.open``, and gives each picture as RGB to its ``transform``, a v1, v2 or
-            timm pipeline: torchvision's and timm's datasets, your own, and datasets around these,
-            such as ``Subset``, ``ConcatDataset`` and classes with a transform for a split. It is
-            left alone.
+        loader: over a dataset of any class that gives pictures to its ``transform``, a v1, v2 or
+            timm pipeline, and returns what that gives: torchvision's and timm's datasets, your own,
+            and datasets around these, such as ``Subset``, ``ConcatDataset`` and classes with a
+            transform for a split. Files that ``self.loader`` or ``PIL.Image.open`` opens, and that
+            reach the transform as they are, are decoded by the prefetcher. Other pictures are
+            decoded by the dataset, in the workers: PIL images, uint8 arrays ``(H, W, 3)`` for a
+            pipeline that begins with ``ToTensor`` or ``ToImage``, and whatever a ``ToPILImage`` at
+            its beginning takes. The pipeline must make three channels of each. The loader is left
+            alone.
         keep_unknown: whether ops that no library knows, and others that cannot move, stay in the
             workers, with all ops before them and up to the crop. The workers then decode every file
             themselves. By default such an op runs on the device, image by image, where it gets
@@ -70,23 +79,25 @@ def accelerate(
         unless all transforms stay in the workers.
 
     Raises:
-        TypeError: for a loader or dataset that is none of these. A sample whose picture is changed
-            before its transform or after it, or is no file, raises it here if it is the first one,
-            and else when it is read; the message names the sample.
+        TypeError: for a loader or dataset that is none of these. A sample whose image is changed
+            after its transform, or whose transform gets no such picture, raises it here if it is
+            the first one, and else when it is read; the message names the sample.
         UnsupportedTransformError: for an op that cannot move, with what to do.
 
     Example:
         >>> loader = gpuprefetch.accelerate(loader)
         >>> for images, target in loader: ...  # the loop is unchanged
     """
+    loader = to_iterate(loader)
     folders = folders_of(loader)
     pipeline = pipeline_of(folders)
     refuse_under_way(loader)
     try:
         view = encoded_view(loader.dataset, pipeline, folders)
-        plan = convert(pipeline, pictures=True, takes_own=not keep_unknown)
+        plan = _plan_of(pipeline, takes_own=not keep_unknown)
         split = _Split([], plan, is_whole=False)
-        count = check_sample(view, loader.dataset, encoded=True, needed=True)
+        checked = check_sample(view, loader.dataset, encoded=True, needed=True)
+        split = replace(split, decoder=checked.decoder)
     except (UnsupportedTransformError, UndecodedError):
         if not keep_unknown:
             raise
@@ -94,8 +105,9 @@ def accelerate(
         device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
         view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
         needed = bool(split.plan.transforms)
-        count = check_sample(view, loader.dataset, encoded=False, needed=needed)
+        checked = check_sample(view, loader.dataset, encoded=False, needed=needed)
     device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
+    count = checked.images
     if not split.decodes_on_device and device_transforms and count > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
@@ -114,8 +126,16 @@ def accelerate(
     return prefetcher
 
 
-def _asks_for_transforms(options: dict[str, Any]) -> bool:
-    return any(options.get(name) for name in ("transforms", "dtype", "memory_format"))
+def _asks_for_transforms(options: Keywords) -> bool:
+    asked = (options.get("transforms"), options.get("dtype"), options.get("memory_format"))
+    return any(asked)
+
+
+def _plan_of(pipeline: list[Transform], *, takes_own: bool) -> Plan:
+    """The plan of a pipeline that moves as a whole; the workers run a ``ToPILImage`` before it."""
+    first, rest = opened(pipeline)
+    plan = convert(rest, pictures=True, takes_own=takes_own)
+    return plan if first is None else replace(plan, steps=[*_kept_steps([first]), *plan.steps])
 
 
 # --- Where the pipeline is split ---
@@ -134,6 +154,7 @@ class _Split:
     kept: list[Transform]
     plan: Plan  # of all ops; its transforms are for the device
     is_whole: bool  # whether the workers run the whole pipeline
+    decoder: str = ""  # who decodes in place of the prefetcher, in words; empty for files
 
     @property
     def decodes_on_device(self) -> bool:
@@ -180,23 +201,25 @@ class Accelerated(DataPrefetcher):
         self,
         loader: DataLoader[Any],
         split: _Split,
-        options: dict[str, Any],
+        options: Keywords,
         *,
         view: Any,
         late: bool,
     ) -> None:
         added = options.get("transforms")
+        adds = _asks_for_transforms(options)
         transforms = [*split.plan.transforms, *_listed(added)]
-        options = options | {"transforms": transforms}
+        options = {**options, "transforms": transforms}
         if not transforms or read_for_tensors(transforms).tail:
-            options = _with_cast(options)
+            options = _with_cast(options, transforms)
         # torch's collate function stacks images, a user's gets them one by one.
         varies = split.decodes_on_device and split.plan.head.size is None
         if options.get("results") is None and varies:
             options["results"] = form_of(own_sizes=late)
         self._late = late
         super().__init__(changed(loader, dataset=view), **options)
-        self._moved = _Moved(loader, split, added, [*split.kept, *self._running_ops()])
+        running = [*split.kept, *self._running_ops()]
+        self._moved = _Moved(loader, split, added, running, adds=adds)
 
     @property
     def plan(self) -> Plan:
@@ -213,8 +236,29 @@ class Accelerated(DataPrefetcher):
         """The loader's own, which gives decoded samples; the workers read a view of it."""
         return self._moved.dataset
 
+    def _left_to_us(self) -> str:
+        # The ops of the pipeline are not missing there: the dataset that others get has them.
+        return "the transforms that accelerate() was given" if self._moved.adds else ""
+
+    def _finisher(self) -> None:
+        # Others get decoded samples, on which the ops of the pipeline have run.
+        return None
+
+    def _read_by_us(self, loader: Loader) -> Loader:
+        loader = super()._read_by_us(loader)
+        ours = self.wrapped.dataset
+        dataset = getattr(loader, "dataset", None)
+        if dataset is self._moved.dataset:
+            return changed(loader, dataset=ours)
+        if dataset is not ours:
+            raise TypeError(
+                "over() of what accelerate() made takes a loader over the same dataset. For "
+                "another one call accelerate(loader)."
+            )
+        return loader
+
     def _refuse_changed(self) -> None:
-        self._moved.refuse_changed(self.collate_fn)
+        self._moved.refuse_changed(self.wrapped.collate_fn)
         super()._refuse_changed()
 
     def describe(self) -> str:
@@ -232,11 +276,20 @@ class Accelerated(DataPrefetcher):
             lines.append(f"  after them: {', '.join(map(title, added))}")
         collate = WORKERS
         if self._late:
-            collate = f"{title(self.collate_fn)}, on the transformed images on {self.device}"
+            function = title(self.wrapped.collate_fn)
+            collate = f"{function}, on the transformed images on {self.device}"
         lines.append(f"  collate: {collate}")
         return "\n".join(lines)
 
+    @property
+    def decoding(self) -> str:
+        """What decodes the images, in words."""
+        return self._moved.split.decoder or super().decoding
+
     def _device_and_decoder(self) -> str:
+        if decoder := self._moved.split.decoder:
+            where = "the CPU" if self.device.type == "cpu" else str(self.device)
+            return f"decode by {decoder}; then on {where}"
         if self.device.type == "cpu":
             why = "device='cpu'" if torch.cuda.is_available() else "no CUDA device found"
             return f"{why}: everything on the CPU"
@@ -258,15 +311,15 @@ def _listed(transforms: Any) -> list[Transform]:
     return [transforms] if transforms else []
 
 
-def _with_cast(options: dict[str, Any]) -> dict[str, Any]:
-    """Options whose list ends in the cast that ``dtype`` and ``memory_format`` ask for.
+def _with_cast(options: Keywords, transforms: list[Transform]) -> Keywords:
+    """Options whose ``transforms`` end in the cast that ``dtype`` and ``memory_format`` ask for.
 
     Values must not be rounded to bfloat16 between the fused launch and the ops after it.
     """
-    options = dict(options)
+    options = options.copy()
     cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
     if cast.dtype or cast.memory_format:
-        options["transforms"] = [*options["transforms"], cast]
+        options["transforms"] = [*transforms, cast]
     return options
 
 
@@ -282,12 +335,20 @@ class _Moved:
         split: of its pipeline.
         added: the user's ``transforms`` for the prefetcher.
         running: ops that run as they were given, and may change.
+        adds: whether the user's options change images, beside the pipeline.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], split: _Split, added: Any, running: list[Transform]
+        self,
+        loader: DataLoader[Any],
+        split: _Split,
+        added: Any,
+        running: list[Transform],
+        *,
+        adds: bool,
     ) -> None:
         self.split = split
+        self.adds = adds
         self.dataset = loader.dataset
         self.added = added
         self._collates_as_torch = loader.collate_fn is default_collate
