@@ -21,19 +21,7 @@ Results: TypeAlias = Literal["list", "padded", "stack"] | ResultForm
 OnError: TypeAlias = Literal["raise", "skip", "replace"] | Callable[[BadImage], object]
 
 
-class ImageKeywords(TypedDict, total=False):
-    """The keyword arguments about encoded images, from their decode to what the loop gets."""
-
-    decoder: DecoderName | ImageDecoder
-    apply_exif: bool
-    cpu_share: float | Literal["auto"]
-    seed: int | None
-    on_error: OnError
-    max_bad: int | None
-    results: Results | None
-
-
-class Keywords(ImageKeywords, total=False):
+class Keywords(TypedDict, total=False):
     """The keyword arguments of a DataPrefetcher, for functions that pass them on.
 
     Type checkers and editors know the names and the values by it.
@@ -44,7 +32,14 @@ class Keywords(ImageKeywords, total=False):
     dtype: torch.dtype | None
     memory_format: torch.memory_format | None
     device_prefetch_size: int | None
+    decoder: DecoderName | ImageDecoder
+    apply_exif: bool
+    cpu_share: float | Literal["auto"]
+    seed: int | None
+    on_error: OnError
+    max_bad: int | None
     memory_budget: str | int | None
+    results: Results | None
 
 
 @dataclass(frozen=True)
