@@ -32,7 +32,7 @@ from gpuprefetch.images.handed import Finisher, HandedOut, registered, to_iterat
 from gpuprefetch.images.imports import load_worker_modules
 from gpuprefetch.images.loading import Begun, LivingWorkers, noting_sampler
 from gpuprefetch.images.notes import Notebook, Notes
-from gpuprefetch.images.options import DecoderName, OnError, Options
+from gpuprefetch.images.options import DecoderName, OnError, Options, Results
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.preview import Moment, Wanted, preview
 from gpuprefetch.images.replay import refuse_unknown, replay
@@ -166,6 +166,11 @@ class DataPrefetcher:
             Decoded images count, and the tensors of a batch until its hand-over; the decoder's own
             memory and what later transforms allocate do not. Batches that need more are decoded in
             smaller parts, and fewer are kept ready.
+        results: what the decoded images of a batch become: "stack" is one tensor ``(N, 3, H, W)``,
+            and an error where sizes differ; "list" is N tensors ``(3, H, W)``, each of its own
+            size, views of one buffer; "padded", or :class:`Padding`, is :class:`PaddedImages`, one
+            tensor with the sizes beside it. None is "list" if the transforms give each image a size
+            of its own, as ``v2.Resize(800, max_size=1333)`` does, else "stack".
 
     Raises:
         TypeError: if ``loader`` is a dataset, iterated once or what accelerate prepared, or a
@@ -196,6 +201,7 @@ class DataPrefetcher:
         on_error: OnError = "raise",
         max_bad: int | None = None,
         memory_budget: str | int | None = None,
+        results: Results | None = None,
     ) -> None:
         _refuse_no_loader(loader)
         loader = to_iterate(loader)
@@ -212,6 +218,7 @@ class DataPrefetcher:
             on_error=on_error,
             max_bad=max_bad,
             memory_budget=memory_budget,
+            results=results,
         )
         self._pipeline = build_stage(loader, resolve_device(device), self._options, late=self._late)
         self._read = Snapshot(transforms, self._running_ops())

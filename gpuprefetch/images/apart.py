@@ -80,13 +80,14 @@ def collate_apart(
 ) -> Any:
     """Run the user's collate function on samples that have their transformed image again."""
     images, samples = batch
-    if not isinstance(images, torch.Tensor) or len(images) != len(samples):
-        count = len(images) if isinstance(images, torch.Tensor) else type(images).__name__
+    known = isinstance(images, torch.Tensor | list)
+    if not known or len(images) != len(samples):
+        count = len(images) if known else type(images).__name__
         raise ValueError(
             f"The collate_fn gets each of {len(samples)} samples with its image, and transforms "
             f"made {count} of them. Leave collate_fn out, or let transforms give (N, C, H, W)."
         )
-    pairs = zip(samples.tolist(), images.unbind(), strict=True)
+    pairs = zip(samples.tolist(), images, strict=True)  # rows, or images of their own sizes
     with SeededDraws(seed):
         collated = collate([_with(sample, image) for sample, image in pairs])
     return to_device(collated, device)

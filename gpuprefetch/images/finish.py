@@ -74,7 +74,8 @@ def _keep(
         for n, view in enumerate(views):
             # A list of images of their own sizes has an entry per sample, several results of a
             # transform have not.
-            take_all = partial(map_leaves, take) if view.tail else take
+            several = view.tail and not view.head.has_own_sizes
+            take_all = partial(map_leaves, take) if several else take
             job.replace_result(n, take_all(job.results[n]))
     return map_leaves(take, batch, partial(is_column, count=count))
 
@@ -103,7 +104,7 @@ def _run_tails(
         own = derive(seed, number) if number else seed
         keys = group[0].images.who.keys[kept]
         for n, view in enumerate(views):
-            outs: list[Batch] = [job.results[n] for job in group]
+            outs: Sequence[Batch] = [job.results[n] for job in group]
             sampled = tail_keys(keys, n)
             if targets:
                 outs, batch = run_tail(
@@ -132,7 +133,7 @@ def _share_samples(jobs: Sequence[ImageJob]) -> bool:
 def _result(leaf: Leaf) -> Batch:
     """What the loop gets for a leaf."""
     if isinstance(leaf, ImageJob):
-        return one_or_all(leaf.results)
+        return one_or_all(leaf.finished)
     return leaf.restored() if isinstance(leaf, PerSample) else leaf
 
 

@@ -213,7 +213,7 @@ def gives_size(transform: LibraryOp) -> bool:
 
 def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
     """Raise a ValueError for fused transforms that do not give decoded images one size."""
-    if head.size is not None or head.keeps_size:
+    if head.gives_results:
         return
     names = ", ".join(head.names)
     stop = names or "an empty list"

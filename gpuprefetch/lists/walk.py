@@ -336,6 +336,12 @@ class _Walk:
 
     def take(self, transform: Transform) -> None:
         """Take one op of a list."""
+        parts = [*flatten(transform)]
+        whole = len(parts) == 1 and parts[0] is transform
+        if not whole and self._fuses_all_sizes(parts):
+            for part in parts:
+                self.take(part)
+            return
         if self.is_pipeline and self._stays_pipeline(transform):
             self.began_as_pipeline = True
             self.take_theirs(transform)
@@ -343,6 +349,29 @@ class _Walk:
         if self.is_pipeline:
             self._leave_pipeline(transform)
         self._take_as_written(transform)
+
+    def _fuses_all_sizes(self, parts: Sequence[LibraryOp]) -> bool:
+        """Whether the launch takes all of these ops that give images their sizes.
+
+        A Compose that makes images of one size of several sizes is otherwise left as it is.
+        """
+        if not self.is_pipeline or self.tail:
+            return False
+        head: Head | None = self.head
+        for op in map(from_timm, parts):
+            if self._is_rgb_for(op) or has(op, Is.CONVERTS | Is.DOES_NOTHING | Is.NORMALIZES):
+                continue
+            known = name_of(op) is not None
+            head = self._longer(head, twin(op)) if head is not None and known else None
+            if head is None and has(op, Is.CROPS | Is.ALONE):
+                return False
+        return True
+
+    def _longer(self, head: Head, op: LibraryOp) -> Head | None:
+        """The fused transforms with one more crop, resize or flip; None where that does not fit."""
+        stands, _ = self._in_launch(op)
+        fused = stands.op if isinstance(stands, FusedTransform) else stands
+        return None if fused is None else head.then(fused, title(op))
 
     def finish(self) -> Plan:
         if self.is_pipeline and self.began_as_pipeline:
@@ -400,6 +429,8 @@ class _Walk:
         if name_of(op) is None:
             return False
         if has(op, Is.CONVERTS) or _why_not_on_batch(twin(op)) is None:
+            return True
+        if not self.tail and self._longer(self.head, op) is not None:
             return True
         # Before the crop there is no other way, and what is said of it helps.
         return not self.form.is_sized and (name_of(op) in _AUGMENTS or has(op, Is.BATCHES))
@@ -474,7 +505,7 @@ class _Walk:
         if stands is None:
             return False
         if isinstance(stands, FusedTransform):
-            longer = self.head.then(stands.op, type(stands).__name__)
+            longer = self.head.then(stands.op, type(op).__name__)
             return self._join(op, stands, longer, note)
         return self._join(op, op, self.head.then(stands, type(op).__name__), note)
 
@@ -566,7 +597,7 @@ class _Walk:
             reason = "images are resized, padded or normalized already, and two are not one"
             self._refuse(op, reason, "Leave out what does so before it")
         takes = "the nearest pixel, or bilinear or bicubic filters with antialias"
-        self._refuse(op, f"the fused launch takes {takes}, and padding that is black")
+        self._refuse(op, f"the fused launch takes {takes}, and padding that is of one color")
 
     def _hold(self, floating: bool) -> None:
         """Bring our images to the kind that the pipeline has at this point."""

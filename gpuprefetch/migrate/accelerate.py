@@ -23,7 +23,6 @@ from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.images.handed import to_iterate
 from gpuprefetch.images.options import Keywords
 from gpuprefetch.lists.forms import fixes_size
-from gpuprefetch.lists.refused import gives_size
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors
@@ -42,6 +41,7 @@ from gpuprefetch.policies.known import UnsupportedTransformError, title
 from gpuprefetch.policies.per_image import Cast, Transform
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.random import trial_draws
+from gpuprefetch.transforms.results import form_of
 
 
 def accelerate(
@@ -75,8 +75,8 @@ def accelerate(
         A prefetcher that gives the loader's batches, in its order and with its samples and
         targets. The images are transformed on the device, with other random parameters. Its
         ``dataset`` is the loader's, whose samples are decoded. A user's ``collate_fn`` (MixUp,
-        CutMix) runs on the device, on the transformed images, unless all transforms stay in the
-        workers.
+        CutMix) runs on the device, on the transformed images, which may have sizes of their own,
+        unless all transforms stay in the workers.
 
     Raises:
         TypeError: for a loader or dataset that is none of these. A sample whose image is changed
@@ -96,8 +96,6 @@ def accelerate(
         view = encoded_view(loader.dataset, pipeline, folders)
         plan = _plan_of(pipeline, takes_own=not keep_unknown)
         split = _Split([], plan, is_whole=False)
-        if keep_unknown and loader.collate_fn is not default_collate:
-            _refuse_any_size(pipeline)
         checked = check_sample(view, loader.dataset, encoded=True, needed=True)
         split = replace(split, decoder=checked.decoder)
     except (UnsupportedTransformError, UndecodedError):
@@ -138,12 +136,6 @@ def _plan_of(pipeline: list[Transform], *, takes_own: bool) -> Plan:
     first, rest = opened(pipeline)
     plan = convert(rest, pictures=True, takes_own=takes_own)
     return plan if first is None else replace(plan, steps=[*_kept_steps([first]), *plan.steps])
-
-
-def _refuse_any_size(pipeline: list[Transform]) -> None:
-    """Leave images that may have any sizes in the workers: a collate function may take these."""
-    if not any(map(gives_size, pipeline)):
-        raise UnsupportedTransformError("the pipeline does not give images one size.")
 
 
 # --- Where the pipeline is split ---
@@ -220,6 +212,10 @@ class Accelerated(DataPrefetcher):
         options = {**options, "transforms": transforms}
         if not transforms or read_for_tensors(transforms).tail:
             options = _with_cast(options, transforms)
+        # torch's collate function stacks images, a user's gets them one by one.
+        varies = split.decodes_on_device and split.plan.head.size is None
+        if options.get("results") is None and varies:
+            options["results"] = form_of(own_sizes=late)
         self._late = late
         super().__init__(changed(loader, dataset=view), **options)
         running = [*split.kept, *self._running_ops()]

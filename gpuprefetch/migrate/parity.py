@@ -334,9 +334,24 @@ def _with_parameters(op: LibraryOp, image: _Image, own: Sampling) -> _Image:
     from torchvision.transforms.v2 import functional as F
 
     name = type(op).__name__
-    parameters: dict[str, int] = {}
+    parameters: dict[str, object] = {}
+    height, width = own.length[0].astype(int).tolist()
     if name == "RandomCrop":
-        return F.crop(image, *own.origin[0].astype(int), *own.length[0].astype(int))
+        top, left = own.origin[0].astype(int).tolist()
+        old_height, old_width = F.get_size(image)
+        after = [max(left + width - old_width, 0), max(top + height - old_height, 0)]
+        padding = [max(-left, 0), max(-top, 0), *after]
+        parameters = {"needs_pad": any(padding), "padding": padding, "needs_crop": True}
+        parameters |= {"top": top + padding[1], "left": left + padding[0]}
+        return op.transform(image, parameters | {"height": height, "width": width})
+    if name == "RandomZoomOut":
+        top, left = (-own.origin[0]).astype(int).tolist()
+        old_height, old_width = F.get_size(image)
+        after = [width - left - old_width, height - top - old_height]
+        padding = [left, top, *after]
+        return op.transform(image, {"padding": padding}) if any(padding) else image
+    if name in ("RandomResize", "RandomShortestSize", "ScaleJitter"):
+        return op.transform(image, {"size": [height, width]})
     if "Flip" in name and not (own.step < 0).any():
         return image
     if name == "RandomResizedCrop":

@@ -242,12 +242,16 @@ ROWS = (
     # This library's: the transforms, and what stands for them in the fused launch.
     Row("CenterCrop", OURS, Is.CROPS | Is.MOVES),
     Row("RandomCrop", OURS_CONVERTED, Is.CROPS | Is.EACH | Is.MOVES),
+    Row("RandomSize", OURS_CONVERTED, Is.CROPS | Is.EACH | Is.MOVES),
+    Row("RandomZoomOut", OURS_CONVERTED, Is.CROPS | Is.EACH | Is.MOVES),
     Row("ProcessorCrop", OURS_PROCESSED, Is.CROPS | Is.MOVES),
     Row("RandomResizedCrop", OURS, Is.CROPS | Is.EACH | Is.MOVES),
     Row("Resize", OURS, Is.CROPS | Is.MOVES),
     Row("ResizedCropOp", LAUNCH, Is.EACH | Is.MOVES),
     Row("RandomCropOp", LAUNCH, Is.EACH | Is.MOVES),
     Row("FlipOp", LAUNCH, Is.EACH | Is.MOVES),
+    Row("RandomSizeOp", LAUNCH, Is.EACH | Is.MOVES),
+    Row("ZoomOutOp", LAUNCH, Is.EACH | Is.MOVES),
     Row("ResizeOp", LAUNCH, Is.MOVES),
     Row("CenterCropOp", LAUNCH, Is.MOVES),
 )
