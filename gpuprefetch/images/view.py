@@ -90,6 +90,19 @@ class View:
             raise copy.copy(self.tensors)  # whose traceback would grow from batch to batch
         return self.tensors or self
 
+    def with_own_state(self, memo: dict[int, object] | None = None) -> View:
+        """The same with copies of the transforms, whose state no other thread changes.
+
+        kornia's keep what they have sampled, and those with a seed count their calls. A transform
+        that cannot be copied is shared. ``memo`` is that of :func:`copy.deepcopy`.
+        """
+        memo = {} if memo is None else memo
+        tensors = self.tensors
+        if isinstance(tensors, View):
+            tensors = tensors.with_own_state(memo)
+        tail = [_copied(op, memo) for op in self.tail]
+        return replace(self, tail=tail, values=ValueCheck(self.head, tail), tensors=tensors)
+
     def require_files(self) -> None:
         """Raise a ValueError if decoded images do not get one size."""
         if self.refused is not None:
@@ -193,6 +206,15 @@ class View:
             own = None if keys is None else op_keys(keys, position)
             images = run_alike(transform, images, own, derive(seed, position))
         return images
+
+
+def _copied(op: Transform, memo: dict[int, object]) -> Transform:
+    """A copy of a transform; itself where it holds what cannot be copied, such as a lock."""
+    try:
+        copied: Transform = copy.deepcopy(op, memo)
+    except Exception:  # whatever a user's class raises
+        return op
+    return copied
 
 
 def _view_of(

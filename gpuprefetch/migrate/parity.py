@@ -255,8 +255,8 @@ def _difference(old: _State, new: _State) -> tuple[float, float]:
     """The mean and the largest difference, in levels; a few rows of a large photo at a time."""
     if old is new:
         return 0.0, 0.0
-    one = _tensor(old.image).cpu()
-    other = _tensor(new.image).cpu()
+    one = torch.atleast_2d(_tensor(old.image).cpu())
+    other = torch.atleast_2d(_tensor(new.image).cpu())
     comparable = old.is_unscaled and new.is_unscaled and one.dtype == other.dtype
     if comparable and torch.equal(one, other):
         return 0.0, 0.0
