@@ -191,9 +191,10 @@ def test_a_transform_that_cannot_be_copied_is_shared(photo_folder):
             with self.lock:
                 return images.flip(3)
 
-    flipped = folder_loader(photo_folder, [Resize((SIDE, SIDE)), Locked()]).preview(samples=[1])
-    plain = folder_loader(photo_folder, [Resize((SIDE, SIDE))]).preview(samples=[1])
-    assert np.array_equal(tile(flipped, 1)[:, ::-1], tile(plain, 1))
+    lists = ([Resize((SIDE, SIDE))], [Resize((SIDE, SIDE)), Locked()])
+    sheets = [folder_loader(photo_folder, each).preview(samples=[1], side=SIDE) for each in lists]
+    plain, flipped = (tile(sheet, 1) for sheet in sheets)
+    assert np.array_equal(flipped, plain[:, ::-1])
 
 
 class Scenes(Dataset):
