@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MemberDescriptorType, SimpleNamespace
@@ -103,17 +103,19 @@ def datasets_in(dataset: Dataset) -> Iterator[Dataset]:
 def view_of(dataset: Dataset, transform: Transform | None, *, any_mode: bool = False) -> Dataset:
     """``dataset`` with its state and another transform; None leaves its files encoded.
 
-    ``any_mode`` says that the transform that stays away makes RGB of any picture.
+    So does a :class:`LeftEncoded` itself. ``any_mode`` says that the transform that stays away
+    makes RGB of any picture.
     """
     own = transform_in(dataset)
+    encoded = transform is None or isinstance(transform, LeftEncoded)
     if not own:
-        return _view(dataset, _views_within(dataset, transform, any_mode), encoded=not transform)
+        return _view(dataset, _views_within(dataset, transform, any_mode), encoded=encoded)
     # A dataset may call its transform without asking whether there is one.
     stands = LeftEncoded(any_mode=any_mode) if transform is None else transform
     instead: dict[str, object] = {own: stands} | _joint(dataset, stands)
-    if transform is None:
+    if encoded:
         instead |= _readers(dataset)
-    return _view(dataset, instead, encoded=transform is None)
+    return _view(dataset, instead, encoded=encoded)
 
 
 def _views_within(
@@ -202,9 +204,19 @@ def _view(dataset: Dataset, instead: dict[str, Any], *, encoded: bool) -> Datase
     own = {**faces, **names, "__reduce_ex__": reduced}
     if encoded and _reads_as_folder(kind, instead):
         own["_reads_like"] = EncodedImageFolder.__getitem__  # see images/steady.py
+    return with_faces(dataset, own)
+
+
+def with_faces(thing: Any, faces: Mapping[str, object]) -> Any:
+    """An object that shares all state of ``thing``, of a class derived from its class.
+
+    ``faces`` are the attributes of that class, such as properties.
+    """
+    kind = type(thing)
     # Neither the metaclass of the user's class nor its __init_subclass__ hears of this class.
-    view: Any = object.__new__(type.__new__(type(kind), kind.__name__, (_Unheard, kind), own))
-    object.__setattr__(view, "__dict__", vars(dataset))
+    face = type.__new__(type(kind), kind.__name__, (_Unheard, kind), dict(faces))
+    view: Any = object.__new__(face)
+    object.__setattr__(view, "__dict__", vars(thing))
     return view
 
 

@@ -28,7 +28,8 @@ from gpuprefetch.migrate.dataset_view import (
     transform_in,
     view_of,
 )
-from gpuprefetch.migrate.stand_ins import AS_IT_IS, KEPT, TWO_WAYS
+from gpuprefetch.migrate.stand_ins import AS_IT_IS, KEPT, TWO_WAYS, LeftEncoded
+from gpuprefetch.migrate.traced import Chain, LeftTraced
 from gpuprefetch.policies.known import UnsupportedTransformError, flatten
 from gpuprefetch.policies.per_image import Transform
 from gpuprefetch.policies.timm import is_timm
@@ -197,11 +198,35 @@ def check_loaders(folders: Sequence[Folder]) -> None:
                 )
 
 
-def encoded_view(dataset: Any, pipeline: Sequence[Transform], folders: Sequence[Folder]) -> Any:
+def encoded_view(
+    dataset: Any, pipeline: Sequence[Transform] | LeftEncoded, folders: Sequence[Folder]
+) -> Any:
     """The view of a dataset whose files stay encoded, as ``pipeline`` runs on the device."""
     refuse_second_transforms(dataset)
     check_loaders(folders)
+    if isinstance(pipeline, LeftEncoded):
+        return view_of(dataset, pipeline)
     return view_of(dataset, None, any_mode=bool(pipeline) and makes_rgb(pipeline[0]))
+
+
+def chains_of(dataset: Any, traced: LeftTraced, folders: Sequence[Folder]) -> list[Chain]:
+    """Which pipelines a transform of several views calls for the first sample.
+
+    Raises:
+        UndecodedError: if the transform does not show it.
+    """
+    view = encoded_view(dataset, traced, folders)
+    held = [each for part in [*datasets_in(dataset), *traced.objects] for each in _Held.by(part)]
+    try:
+        with trial_draws():
+            view[0]
+    finally:
+        end_reading()
+        for each in held:
+            each.restore()
+    if not traced.seen:
+        raise UndecodedError(f"{type(dataset).__name__}.__getitem__(0) calls no transform.")
+    return traced.seen[0]
 
 
 class _Caught(BaseException):
@@ -238,9 +263,9 @@ class _Held(NamedTuple):
     before: dict[Any, object] | list[object]
 
     @staticmethod
-    def by(dataset: Any) -> list[_Held]:
-        """The attributes of a dataset, and the dicts and lists among these."""
-        own: dict[str, object] = dataset.__dict__
+    def by(thing: Any) -> list[_Held]:
+        """The attributes of a dataset or a transform, and the dicts and lists among these."""
+        own: dict[str, object] = thing.__dict__
         values = [value for value in own.values() if isinstance(value, (dict, list))]
         return [_Held(each, copy.copy(each)) for each in [own, *values]]
 
@@ -258,12 +283,15 @@ class _Held(NamedTuple):
             items[:] = self.before
 
 
-def check_sample(view: Any, dataset: Any, *, encoded: bool, needed: bool) -> int:
+def check_sample(
+    view: Any, dataset: Any, *, encoded: bool, needed: bool, objects: Sequence[object] = ()
+) -> int:
     """Read the first sample of a view, and refuse one that the device cannot take.
 
     Args:
         view: of the user's dataset.
         dataset: the user's, which a trial is to leave as it is.
+        objects: others that it is to leave so.
         encoded: whether the image must be encoded, as all transforms run on the device.
         needed: whether there must be an image, as some transform runs on the device.
 
@@ -272,7 +300,7 @@ def check_sample(view: Any, dataset: Any, *, encoded: bool, needed: bool) -> int
     """
     if not len(view):
         return 1
-    held = [each for part in datasets_in(dataset) for each in _Held.by(part)]
+    held = [each for part in [*datasets_in(dataset), *objects] for each in _Held.by(part)]
     name = type(view).__name__
     try:
         sample, again = _read_twice(view)

@@ -22,7 +22,7 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import torch
@@ -38,6 +38,7 @@ from gpuprefetch.images.guard import (
     faults,
     is_marked,
 )
+from gpuprefetch.images.places import ViewPlace
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -53,6 +54,7 @@ TWO_WAYS = (
     "EncodedImage(Path(path).read_bytes(), index, path) and apply no transform, and write "
     f"{_BY_HAND}"
 )
+IN_WORKERS = "let the workers decode and call it: accelerate(loader, keep_unknown=True)."
 NO_FILES = (
     "If its images are no files, as those of CIFAR10, let it give tensors, transform="
     f"v2.PILToTensor(), and write {_BY_HAND} If it keeps pictures from before, let it keep their "
@@ -206,23 +208,14 @@ class Picture(_Attributes, Encoded):
 # --- What its transform gave ---
 
 
-class Result(EncodedImage):
-    """What a transform gave for a picture, until the sample has left its dataset."""
+class Unusable(Encoded):
+    """What a transform would have given: nothing can be done to it but to pass it on."""
 
     __slots__ = ()
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # what isinstance() goes by
         return torch.Tensor
-
-    @staticmethod
-    def of(file: EncodedImage) -> Result:
-        result = Result(file.data, file.index, file.path)
-        if file._fault:
-            result._condemn(file._fault)
-        # Each call of a transform samples anew, so the images of a sample are sampled one by one.
-        result._set_apart()
-        return result
 
     @classmethod
     def __torch_function__(cls, *call: object, **named: object) -> NoReturn:
@@ -237,7 +230,7 @@ def _refuse_use(name: str) -> NoReturn:
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: Result, *others: object) -> NoReturn:
+    def refuse(self: Unusable, *others: object) -> NoReturn:
         _refuse_use(name)
 
     return refuse
@@ -246,7 +239,28 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 _OTHERS = "lt le gt ge neg pos abs invert len iter getitem setitem bool float int".split()
 for _name in [f"{kind}{op}" for op in _ARITHMETIC for kind in ("", "r", "i")] + _OTHERS:
-    setattr(Result, f"__{_name}__", _refusing(f"__{_name}__"))
+    setattr(Unusable, f"__{_name}__", _refusing(f"__{_name}__"))
+
+
+class Result(Unusable, EncodedImage):
+    """What a transform gave for a picture, until the sample has left its dataset."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(file: EncodedImage) -> Result:
+        result = Result(file.data, file.index, file.path)
+        if file._fault:
+            result._condemn(file._fault)
+        # Each call of a transform samples anew, so the images of a sample are sampled one by one.
+        result._set_apart()
+        return result
+
+
+class LaterView(Unusable, ViewPlace):
+    """A view that a transform gave beside its :class:`Result`, until the sample has left."""
+
+    __slots__ = ()
 
 
 class LeftEncoded:
@@ -259,22 +273,29 @@ class LeftEncoded:
     def __init__(self, *, any_mode: bool) -> None:
         self.any_mode = any_mode
 
-    def __call__(self, *given: object, **named: object) -> EncodedImage:
-        if len(given) != 1 or named:
-            raise UndecodedError(
-                f"the transform is called with {len(given) + len(named)} arguments, and not with "
-                "one picture."
-            )
-        (picture,) = given
-        if type(picture) is not Picture:
-            raise UndecodedError(_why_no_picture(picture))
+    def __call__(self, *given: object, **named: object) -> object:
+        picture = only_picture(given, named)
         result = Result.of(picture.left_encoded(any_mode=self.any_mode))
-        _sample.note(result)
+        note_result(result)
         return result
 
 
-def _why_no_picture(given: object) -> str:
-    if type(given) is Result:
+def only_picture(given: Sequence[object], named: Mapping[str, object]) -> Picture:
+    """The picture that a transform is called with, and nothing else."""
+    if len(given) != 1 or named:
+        raise UndecodedError(
+            f"the transform is called with {len(given) + len(named)} arguments, and not with "
+            "one picture."
+        )
+    (picture,) = given
+    if type(picture) is not Picture:
+        raise UndecodedError(why_no_picture(picture))
+    return picture
+
+
+def why_no_picture(given: object) -> str:
+    """Why a transform cannot stand aside for what it is called with."""
+    if type(given) in (Result, LaterView):
         return "the transform is called with what it has given already."
     if isinstance(given, Encoded):
         return "the transform is called with an EncodedImage. Pass transforms to DataPrefetcher."
@@ -299,10 +320,10 @@ class _Sample(threading.local):
 
     def __init__(self) -> None:
         self.pictures: list[Picture] = []
-        self.results: list[Result] | None = None  # None while no sample is read
+        self.results: list[Result | LaterView] | None = None  # None while no sample is read
 
-    def __enter__(self) -> list[Result]:
-        self.results = results = list[Result]()
+    def __enter__(self) -> list[Result | LaterView]:
+        self.results = results = list[Result | LaterView]()
         return results
 
     def __exit__(self, *error: object) -> None:
@@ -313,12 +334,22 @@ class _Sample(threading.local):
         if self.results is not None:
             self.pictures.append(picture)
 
-    def note(self, result: Result) -> None:
+    def note(self, result: Result | LaterView) -> None:
         if self.results is not None:
             self.results.append(result)
 
 
 _sample = _Sample()
+
+
+def note_result(result: Result | LaterView) -> None:
+    """Note what a transform gave: the sample has to hold it."""
+    _sample.note(result)
+
+
+def has_result() -> bool:
+    """Whether a transform has given something for this sample."""
+    return bool(_sample.results)
 
 
 def read_sample(get: Callable[[], Sample], who: str) -> Sample:
@@ -341,12 +372,16 @@ def read_sample(get: Callable[[], Sample], who: str) -> Sample:
                 picture.become_real()
     for result in results:
         # The sample has it wherever the dataset has put it, so it stays the same object.
-        vars(object)["__class__"].__set__(result, EncodedImage)
+        left = ViewPlace if type(result) is LaterView else EncodedImage
+        vars(object)["__class__"].__set__(result, left)
     return sample
 
 
 def _shown(
-    get: Callable[[], Sample], who: str, messages: list[str], results: list[Result]
+    get: Callable[[], Sample],
+    who: str,
+    messages: list[str],
+    results: list[Result | LaterView],
 ) -> Sample:
     """A sample that shows what became of its pictures."""
     try:
@@ -376,10 +411,12 @@ _ALONE = _references([object()])[0]
 
 
 def _refusal(who: str, messages: list[str]) -> UndecodedError:
-    return UndecodedError(f"{who}: {messages[0]} {TWO_WAYS}")
+    message = messages[0]
+    told = message.endswith(IN_WORKERS)
+    return UndecodedError(f"{who}: {message}" if told else f"{who}: {message} {TWO_WAYS}")
 
 
-def _fault_of(sample: Sample, made: list[Result]) -> str:
+def _fault_of(sample: Sample, made: list[Result | LaterView]) -> str:
     """Why a sample does not show what becomes of its pictures; empty if it does."""
     images = select(sample, is_marked)
     for image in images:
@@ -387,6 +424,8 @@ def _fault_of(sample: Sample, made: list[Result]) -> str:
             return "gave a picture that its transform did not get."
         if not any(image is result for result in made):
             return KEPT
+    if any(type(result) is LaterView for result in made) and len(images) < len(made):
+        return "leaves out a view that its transform has made."
     if images:
         return ""
     if made:
