@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 
+from gpuprefetch.lists.chosen import Chooser
 from gpuprefetch.policies.known import constants, filter_of, name_of
 from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.transforms.head import (
@@ -19,6 +21,8 @@ from gpuprefetch.transforms.head import (
 )
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
+    ChosenPartOp,
+    ChosenPlaceOp,
     FlipOp,
     HeadOp,
     RandomCropOp,
@@ -45,6 +49,22 @@ class RandomCrop(FusedTransform):
                 pad_if_needed=bool(op.pad_if_needed),
             )
         )
+
+
+class ChosenCrop(FusedTransform):
+    """A crop whose part the user's own ``get_params`` chooses: see :mod:`.chosen`.
+
+    Args:
+        op: the user's.
+        like: what torchvision's crop with the same arguments is here.
+    """
+
+    def __init__(self, op: LibraryOp, like: HeadOp) -> None:
+        values = {field.name: getattr(like, field.name) for field in fields(like)}  # type: ignore[arg-type]
+        if isinstance(like, ResizedCropOp):
+            super().__init__(ChosenPartOp(**values, choose=Chooser(op, ("scale", "ratio"))))
+        else:
+            super().__init__(ChosenPlaceOp(**values, choose=Chooser(op, ("size",))))
 
 
 def extended(head: Head, transform: LibraryOp) -> Head | None:

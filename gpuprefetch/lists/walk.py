@@ -25,9 +25,11 @@ import numpy as np
 import torch
 
 from gpuprefetch.core.report import Printed, columns
+from gpuprefetch.lists.chosen import base_of_chosen
 from gpuprefetch.lists.forms import Form, Values
 from gpuprefetch.lists.fused import (
     NEAREST_TIES,
+    ChosenCrop,
     as_float32,
     extended,
     in_kornia,
@@ -398,7 +400,7 @@ class _Walk:
             return True
         op = from_timm(op)
         if name_of(op) is None:
-            return False
+            return base_of_chosen(op) is not None and not self.form.is_sized
         if has(op, Is.CONVERTS) or _why_not_on_batch(twin(op)) is None:
             return True
         # Before the crop there is no other way, and what is said of it helps.
@@ -433,6 +435,8 @@ class _Walk:
                 "it out, and pass accelerate(loader, transforms=[it]), or DataPrefetcher(loader, "
                 "transforms=[*convert_transforms(pipeline), it])."
             )
+        if self._take_chosen(op):
+            return
         if name_of(op) in (None, "Lambda"):
             self._take_own(op)
             return
@@ -445,6 +449,23 @@ class _Walk:
         elif not self._fuse(op):
             self._take_on_batch(op)
         self.form = self.form.after(op)
+
+    def _take_chosen(self, op: LibraryOp) -> bool:
+        """Whether an op is a crop that chooses by its own get_params, which the launch takes."""
+        base = base_of_chosen(op)
+        if base is None or self.tail:
+            return False
+        base = twin(base)
+        stands, note = self._in_launch(base)
+        if not isinstance(stands, FusedTransform):
+            return False
+        crop = ChosenCrop(op, stands.op)
+        name = title(op)
+        note = ", ".join(filter(None, [note, f"{name}.get_params chooses, in the workers"]))
+        joins = self._join(base, crop, self.head.then(crop.op, name), note)
+        if joins:
+            self.form = self.form.after(base)
+        return joins
 
     def _take_own(self, op: LibraryOp) -> None:
         """Take an op that no library knows: for each image, where images are tensors."""

@@ -6,6 +6,7 @@ OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -132,13 +133,27 @@ class SeededDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@scope
-def trial_draws() -> Iterator[None]:
+def trial_draws() -> AbstractContextManager[None]:
     """Try transforms without taking numbers from the user's generators."""
+    return _restored(0)
+
+
+@scope
+def seeded_everywhere(seed: int) -> Iterator[None]:
+    """Take the random numbers of torch, NumPy and Python from ``seed``, and restore all three."""
+    with _restored(seed):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
+
+
+@scope
+def _restored(seed: int) -> Iterator[None]:
+    """Take torch's random numbers from ``seed``, and restore NumPy's and Python's generators."""
     python = random.getstate()
     numpy = np.random.get_state()
     try:
-        with SeededDraws(0):
+        with SeededDraws(seed):
             yield
     finally:
         random.setstate(python)

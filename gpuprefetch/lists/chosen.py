@@ -1,0 +1,127 @@
+"""Crops of the user's that are torchvision's, but for ``get_params``, which chooses the part.
+
+The class may do anything in that method, so the method runs in the worker, for each image, with a
+stand-in that has a size and no pixels. All else must be torchvision's own::
+
+    class Crop(transforms.RandomResizedCrop):
+        @staticmethod
+        def get_params(img, scale, ratio):      # called with the stand-in and the crop's ranges
+            return i, j, h, w                   # checked, and cut out by the fused launch
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import NoReturn
+
+from gpuprefetch.core.errors import add_note
+from gpuprefetch.policies.known import title
+from gpuprefetch.policies.registry import LibraryOp
+from gpuprefetch.transforms.sampling import Box
+
+# What a class may have of its own under a name that torchvision's class has, too.
+_OWN = {"__annotations__", "__doc__", "__init__", "__module__", "__qualname__", "get_params"}
+_MADE = {"__firstlineno__", "__static_attributes__", "__dict__", "__weakref__"}  # by Python
+_SAME = (
+    "Take torchvision's own crop, or let the workers decode, and run all up to it: "
+    "accelerate(loader, keep_unknown=True)."
+)
+
+
+def base_of_chosen(op: LibraryOp) -> LibraryOp | None:
+    """The crop of torchvision with the state of one that has its own ``get_params``; else None."""
+    from torchvision import transforms as v1
+
+    for base in (v1.RandomResizedCrop, v1.RandomCrop):
+        kind = type(op)
+        if kind is base or not isinstance(op, base):
+            continue
+        kinds = kind.__mro__[: kind.__mro__.index(base)]
+        own = {name for each in kinds for name in vars(each) if hasattr(base, name)}
+        hooked = op._forward_hooks or op._forward_pre_hooks
+        if "get_params" not in own or own - _OWN - _MADE or "forward" in vars(op) or hooked:
+            return None
+        plain = base.__new__(base)
+        vars(plain).update(vars(op))
+        return plain
+    return None
+
+
+class PictureSize:
+    """A picture of which nothing but the size is known.
+
+    Args:
+        height: in pixels.
+        width: in pixels.
+        op: which chooses a part of it, for messages.
+    """
+
+    def __init__(self, height: int, width: int, op: LibraryOp) -> None:
+        self.size = (width, height)
+        self.width = width
+        self.height = height
+        self.mode = "RGB"
+        self._op = op
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance() goes by
+        from PIL import Image
+
+        return Image.Image
+
+    def getbands(self) -> tuple[str, ...]:
+        return "R", "G", "B"
+
+    def __array__(self, *args: object, **named: object) -> NoReturn:
+        self._refuse("its pixels")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._refuse(f".{name}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise AttributeError(
+            f"{title(self._op)}.get_params reads {what} of a picture, which is not "
+            f"decoded yet. It may read the size. {_SAME}"
+        )
+
+
+class Chooser:
+    """Calls the ``get_params`` of a crop for a picture of a size.
+
+    Args:
+        op: the user's crop.
+        names: of its attributes that the method gets.
+    """
+
+    def __init__(self, op: LibraryOp, names: tuple[str, ...]) -> None:
+        self._op = op
+        self._names = names
+
+    def __call__(self, height: int, width: int) -> Box:
+        """Top, left, height and width of the part, all within the picture.
+
+        Raises:
+            ValueError: if the method gives anything else.
+        """
+        picture = PictureSize(height, width, self._op)
+        given = [getattr(self._op, name) for name in self._names]
+        try:
+            made = self._op.get_params(picture, *given)
+        except Exception as error:
+            add_note(error, f"raised by {title(self._op)}.get_params, for {height} x {width}")
+            raise
+        try:
+            top, left, h, w = map(operator.index, made)
+        except (TypeError, ValueError):
+            self._refuse(made, height, width)
+        if min(top, left) < 0 or min(h, w) < 1 or top + h > height or left + w > width:
+            self._refuse(made, height, width)
+        return top, left, h, w
+
+    def _refuse(self, made: object, height: int, width: int) -> NoReturn:
+        raise ValueError(
+            f"{title(self._op)}.get_params gives (top, left, height, width) in whole pixels within "
+            f"a picture, here of {height} x {width}, and gave {made!r}. {_SAME}"
+        )
