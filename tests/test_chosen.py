@@ -161,6 +161,10 @@ class Called(Corner):
         return super().__call__(img)
 
 
+class Property(Corner):
+    scale = property(lambda self: (0.5, 0.6), lambda self, value: None)
+
+
 def hooked(op):
     op.register_forward_hook(lambda *given: None)
     return op
@@ -174,6 +178,7 @@ def with_own_forward(op):
 OTHERS = {
     "forward": Forward(24),
     "call": Called(24),
+    "a property": Property(24),
     "a hook": hooked(Corner(24)),
     "a forward of the object": with_own_forward(Corner(24)),
     "lanczos": Corner(24, interpolation=v1.InterpolationMode.LANCZOS),

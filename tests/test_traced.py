@@ -229,12 +229,7 @@ def test_views_are_those_of_the_class_written_down(folder):
 
 
 def test_workers_call_the_transform_and_resume(folder):
-    loader = DataLoader(
-        ImageFolder(folder, ManyCrops()),
-        2,
-        num_workers=1,
-        multiprocessing_context="spawn",
-    )
+    loader = DataLoader(ImageFolder(folder, ManyCrops()), 2, num_workers=1)
     moved = accelerate(loader, seed=1, **CPU)
     batches = iter(moved)
     next(batches)

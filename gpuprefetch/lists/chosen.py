@@ -20,8 +20,12 @@ from gpuprefetch.policies.registry import LibraryOp
 from gpuprefetch.transforms.sampling import Box
 
 # What a class may have of its own under a name that torchvision's class has, too.
-_OWN = {"__annotations__", "__doc__", "__init__", "__module__", "__qualname__", "get_params"}
-_MADE = {"__firstlineno__", "__static_attributes__", "__dict__", "__weakref__"}  # by Python
+_OWN = {"__annotate__", "__annotate_func__", "__init__", "__repr__", "extra_repr", "get_params"}
+# What torchvision's methods read of an object.
+_READ = {
+    "RandomResizedCrop": {"size", "interpolation", "antialias", "scale", "ratio"},
+    "RandomCrop": {"size", "padding", "pad_if_needed", "fill", "padding_mode"},
+}
 _SAME = (
     "Take torchvision's own crop, or let the workers decode, and run all up to it: "
     "accelerate(loader, keep_unknown=True)."
@@ -37,14 +41,24 @@ def base_of_chosen(op: LibraryOp) -> LibraryOp | None:
         if kind is base or not isinstance(op, base):
             continue
         kinds = kind.__mro__[: kind.__mro__.index(base)]
-        own = {name for each in kinds for name in vars(each) if hasattr(base, name)}
+        read = _READ[base.__name__]
+        own = {name for each in kinds for name in vars(each) if _changes(base, each, name)}
         hooked = op._forward_hooks or op._forward_pre_hooks
-        if "get_params" not in own or own - _OWN - _MADE or "forward" in vars(op) or hooked:
+        changed = own - _OWN or {"forward", "get_params"} & {*vars(op)} or hooked
+        if "get_params" not in own or changed or not read <= {*vars(op)}:
             return None
         plain = base.__new__(base)
         vars(plain).update(vars(op))
         return plain
     return None
+
+
+def _changes(base: type, kind: type, name: str) -> bool:
+    """Whether what a derived class has under a name may change what ``base`` does."""
+    if name in _READ[base.__name__]:
+        return True
+    values = name.startswith("__") and not callable(vars(kind)[name])  # as __doc__
+    return hasattr(base, name) and not values
 
 
 class PictureSize:

@@ -36,6 +36,7 @@ FOREIGN = {
     "detectron2.data": _SAMPLE,
     "imagecorruptions": _ARRAY,
     "imgaug": _ARRAY,
+    "lightly.transforms": _PICTURE,
     "mmaction.datasets": _SAMPLE,
     "mmcv.transforms": _SAMPLE,
     "mmdet.datasets": _SAMPLE,

@@ -44,7 +44,8 @@ from gpuprefetch.lists.refused import (
     refuse_once_a_batch,
     refuse_within_kornia,
 )
-from gpuprefetch.lists.rgb import makes_rgb
+from gpuprefetch.lists.rgb import makes_picture, makes_rgb
+from gpuprefetch.lists.to_tensor import in_torchvision
 from gpuprefetch.lists.views import Views, lines_for
 from gpuprefetch.policies.compile import COMPILERS, FILTERS, compiled
 from gpuprefetch.policies.each import Each
@@ -396,9 +397,9 @@ class _Walk:
         return "it is no crop, resize, flip or Normalize"
 
     def _stays_pipeline(self, op: LibraryOp) -> bool:
-        if self._is_rgb_for(op):
+        if self._is_rgb_for(op) or self._begins_with(op):
             return True
-        op = from_timm(op)
+        op = in_torchvision(op)
         if name_of(op) is None:
             return base_of_chosen(op) is not None and not self.form.is_sized
         if has(op, Is.CONVERTS) or _why_not_on_batch(twin(op)) is None:
@@ -423,12 +424,20 @@ class _Walk:
         """Whether an op makes RGB of images that are RGB: the launch leaves them so."""
         return self.decodes_to_rgb and not self.tail and makes_rgb(op)
 
+    def _begins_with(self, op: LibraryOp) -> bool:
+        """Whether an op makes pictures of decoded images, before anything else is done to them."""
+        return self.decodes_to_rgb and not (self.head.names or self.tail) and makes_picture(op)
+
     def take_theirs(self, op: LibraryOp) -> None:
         """Take an op of a pipeline for PIL images or uint8 tensors."""
         if self._is_rgb_for(op):
             self._add(op, None, NOTHING, "images are RGB")
             return
-        op = from_timm(op)
+        if self._begins_with(op):
+            self._add(op, None, NOTHING, "images are decoded as pictures")
+            self.form = replace(self.form, is_picture=True)
+            return
+        op = in_torchvision(op)
         if is_on_device(op):
             raise UnsupportedTransformError(
                 f"{type(op).__name__} is not torchvision's, and runs on the device as it is. Leave "

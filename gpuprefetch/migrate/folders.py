@@ -67,7 +67,7 @@ def folders_of(loader: object) -> list[Folder]:
             "timm's FastCollateMixup rounds to uint8, for timm's own prefetcher. Leave that "
             "collate_fn out, and use timm.data.Mixup with the same arguments in the loop."
         )
-    if loader.batch_sampler is None:
+    if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
         raise TypeError(
             "accelerate and parity take a DataLoader that makes batches. Give it a batch_size."
         )

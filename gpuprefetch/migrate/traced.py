@@ -30,6 +30,7 @@ from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.guard import STANDS_ASIDE, UndecodedError, is_marked
 from gpuprefetch.lists.forms import Form
 from gpuprefetch.lists.rgb import makes_rgb
+from gpuprefetch.lists.to_tensor import in_torchvision
 from gpuprefetch.lists.views import is_pipeline
 from gpuprefetch.migrate.dataset_view import stale, with_faces
 from gpuprefetch.migrate.stand_ins import (
@@ -187,7 +188,7 @@ class Aside:
         """Whether it gives tensors, of tensors or of pictures."""
         form = Form(is_picture=True, is_tensor=given)
         for op in self._ops:
-            form = form.after(op)
+            form = form.after(in_torchvision(op))
         return form.is_tensor
 
 
