@@ -1,13 +1,16 @@
 """Small classes that people put into pipelines, known by what their code does."""
 
 import io
+import random
+import sys
+import types
 
 import numpy as np
 import pytest
 import torch
 from fakes import assert_same_batches
 from pictures import draw, encode
-from PIL import Image
+from PIL import Image, ImageFilter, ImageOps
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
@@ -235,11 +238,138 @@ def test_views_of_objects_are_told_to_take_their_pipelines(folder):
     assert [each.shape for each in views] == [(COUNT, 3, 24, 24)] * 2
 
 
+class Blur:
+    """As DINO has it, for PIL images."""
+
+    def __init__(self, p=0.5, radius_min=0.1, radius_max=2.0):
+        self.prob = p
+        self.radius_min = radius_min
+        self.radius_max = radius_max
+
+    def __call__(self, img):
+        do_it = random.random() <= self.prob
+        if not do_it:
+            return img
+        return img.filter(
+            ImageFilter.GaussianBlur(radius=random.uniform(self.radius_min, self.radius_max))
+        )
+
+
+class Solarize:
+    def __init__(self, p):
+        self.p = p
+
+    def __call__(self, img):
+        if random.random() < self.p:
+            return ImageOps.solarize(img)
+        return img
+
+
+class BlurTwice(Blur):
+    def __call__(self, img):
+        return super().__call__(super().__call__(img))
+
+
+class SolarizeHigh(Solarize):
+    def __call__(self, img):
+        if random.random() < self.p:
+            return ImageOps.solarize(img, 200)
+        return img
+
+
+class OfClass(Solarize):
+    p = property(lambda self: 0.5, lambda self, value: vars(self).update(p=value))
+
+
+def lightlys(module, name, monkeypatch, **attributes):
+    """An op of lightly's class, without lightly."""
+    full = f"lightly.transforms.{module}"
+    kind = type(name, (), {"__call__": lambda self, x: x, "__module__": full})
+    there = types.ModuleType(full)
+    setattr(there, name, kind)
+    monkeypatch.setitem(sys.modules, full, there)
+    op = kind()
+    vars(op).update(attributes)
+    return op
+
+
+def difference(loader, moved):
+    """The mean difference in levels, of pictures in [0, 1]."""
+    pairs = zip(loader, moved, strict=True)
+    return max(255 * (want - got).abs().mean().item() for (want, _), (got, _) in pairs)
+
+
+LARGER = [v1.Resize(110), v1.CenterCrop(96)]
+
+
+def test_ops_for_pictures_that_are_known_by_their_code(folder):
+    for op, most in ((Blur(1.0, 1.5, 1.5), 0.6), (Blur(0.0), 0.1), (Solarize(1.0), 0.1)):
+        loader = loader_of(folder, [*LARGER, op, v1.ToTensor()])
+        moved = accelerate(loader, **CPU)
+        assert moved.plan.steps[2].where == "one program"
+        assert type(op).__name__ in moved.describe()
+        assert difference(loader, moved) <= most
+        pipeline = loader.dataset.transform
+        files = DataLoader(EncodedImageFolder(folder), 2)
+        listed = DataPrefetcher(files, transforms=pipeline, device="cpu")
+        assert difference(loader, listed) <= most
+    assert (
+        "PIL's blur is of boxes"
+        in accelerate(loader_of(folder, [*LARGER, Blur(), v1.ToTensor()]), **CPU).describe()
+    )
+
+
+def test_a_probability_is_kept_and_a_change_of_it_told(folder):
+    op = Solarize(0.5)
+    loader = loader_of(folder, [*LARGER, op, v1.ToTensor()])
+    moved = accelerate(loader, seed=1, **CPU)
+    plain = accelerate(loader_of(folder, [*LARGER, v1.ToTensor()]), **CPU)
+    same = [
+        ((one - other).abs().mean() < 1 / 255).item()
+        for _ in range(8)
+        for (images, _), (others, _) in zip(plain, moved, strict=True)
+        for one, other in zip(images, others, strict=True)
+    ]
+    assert 10 < sum(same) < 30  # of 40
+    op.p = 0.9
+    with pytest.raises(TypeError, match="has changed since accelerate"):
+        next(iter(moved))
+
+
+@pytest.mark.parametrize(
+    "op", [BlurTwice(), SolarizeHigh(0.5), OfClass(0.5), Blur(0.5, 0.0, 2.0), Blur(0.5, 2.0, 1.0)]
+)
+def test_other_ops_for_pictures_are_refused(folder, op):
+    with pytest.raises(ValueError, match=f"{type(op).__name__} cannot move to the device"):
+        accelerate(loader_of(folder, [*LARGER, op, v1.ToTensor()]), **CPU)
+
+
+def test_before_the_crop_they_are_refused(folder):
+    with pytest.raises(ValueError, match="no crop or resize before it"):
+        accelerate(loader_of(folder, [Blur(), *LARGER, v1.ToTensor()]), **CPU)
+
+
+def test_lightlys_ops_are_torchvisions(folder, monkeypatch):
+    blur = lightlys("gaussian_blur", "GaussianBlur", monkeypatch, prob=1.0, sigmas=(1.5, 1.5))
+    turn = lightlys("rotation", "RandomRotate", monkeypatch, prob=1.0, angle=90)
+    solarize = lightlys("solarize", "RandomSolarization", monkeypatch, prob=1.0, threshold=99)
+    end = lightlys("torchvision_v2_compatibility", "ToTensor", monkeypatch)
+    with_pil = [
+        v1.RandomRotation((90, 90)),
+        v1.RandomSolarize(99, 1.0),
+        Blur(1.0, 1.5, 1.5),
+        v1.ToTensor(),
+    ]
+    plain = loader_of(folder, [*LARGER, *with_pil])
+    loader = loader_of(folder, [*LARGER, turn, solarize, blur, end])
+    assert difference(plain, accelerate(loader, **CPU)) < 1
+
+
 def test_a_library_for_one_picture_is_refused_in_a_list():
-    kind = type("GaussianBlur", (), {"__call__": lambda self, x: x})
-    kind.__module__ = "lightly.transforms.gaussian_blur"
+    kind = type("Other", (), {"__call__": lambda self, x: x})
+    kind.__module__ = "lightly.transforms.other"
     files = DataLoader([EncodedImage(b"", i) for i in range(2)], 2)
-    with pytest.raises(ValueError, match="lightly's GaussianBlur is for one PIL image"):
+    with pytest.raises(ValueError, match="lightly's Other is for one PIL image"):
         DataPrefetcher(files, transforms=[v2.CenterCrop(8), kind()], device="cpu")
 
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch.lists.chosen import base_of_chosen
+from gpuprefetch.lists.pil_ops import stand_for
 from gpuprefetch.policies.known import only_calls_transforms
 from gpuprefetch.policies.registry import LIBRARIES
 
@@ -147,7 +148,7 @@ def _library(op: object) -> str:
 def _is_read(op: object) -> bool:
     kind = type(op)
     known = _library(op) in LIBRARIES or kind in _CONTAINERS or only_calls_transforms(kind)
-    return known or base_of_chosen(op) is not None
+    return known or base_of_chosen(op) is not None or stand_for(op) is not None
 
 
 class _Same:

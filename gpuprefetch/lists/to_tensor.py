@@ -1,4 +1,7 @@
-"""Classes derived from torchvision's ToTensor that give tensors back as they are."""
+"""Classes that make tensors as torchvision's ToTensor does, and may give tensors back as they are.
+
+Those derived from ToTensor are known by their code, timm's and lightly's by their class.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,22 @@ from types import FunctionType
 import torch
 
 from gpuprefetch.lists.code import is_written_as
+from gpuprefetch.lists.pil_ops import is_lightly
 from gpuprefetch.policies.registry import LibraryOp
 from gpuprefetch.policies.timm import from_timm
 
 
 def in_torchvision(op: LibraryOp) -> LibraryOp:
-    """What an op of timm, or of a class that is known by its code, stands for; else the op."""
+    """What an op of timm or lightly, or one that is known by its code, stands for; else the op."""
     from torchvision import transforms as v1
 
     kind = type(op)
     if kind is not v1.ToTensor and isinstance(op, v1.ToTensor):
         if is_written_as(kind.__call__, _ways()) and kind.__mro__[1] is v1.ToTensor:
             return v1.ToTensor()
+    lightlys = is_lightly(op, "torchvision_v2_compatibility", "ToTensor")
+    if lightlys and torch.get_default_dtype() == torch.float32:
+        return v1.ToTensor()
     return from_timm(op)
 
 

@@ -36,6 +36,7 @@ from gpuprefetch.lists.fused import (
     in_launch,
     is_kornia,
 )
+from gpuprefetch.lists.pil_ops import stand_for
 from gpuprefetch.lists.processor import image_processor, list_of_processor
 from gpuprefetch.lists.refused import (
     gives_size,
@@ -401,6 +402,8 @@ class _Walk:
             return True
         op = in_torchvision(op)
         if name_of(op) is None:
+            if stand_for(op) is not None:
+                return self.form.is_sized and not self.form.is_tensor
             return base_of_chosen(op) is not None and not self.form.is_sized
         if has(op, Is.CONVERTS) or _why_not_on_batch(twin(op)) is None:
             return True
@@ -445,6 +448,9 @@ class _Walk:
                 "transforms=[*convert_transforms(pipeline), it])."
             )
         if self._take_chosen(op):
+            return
+        if not self.form.is_tensor and (stand := stand_for(op)) is not None:
+            self._take_on_batch(stand.op, source=op, differs=stand.note)
             return
         if name_of(op) in (None, "Lambda"):
             self._take_own(op)
@@ -549,7 +555,7 @@ class _Walk:
             self.holds_float = True
         self.form = after
 
-    def _take_on_batch(self, op: LibraryOp, source: LibraryOp = None) -> None:
+    def _take_on_batch(self, op: LibraryOp, source: LibraryOp = None, differs: str = "") -> None:
         if has(op, Is.ALONE) and not self.form.is_sized:
             reason = "it gives images of different sizes, which no batch can hold"
             self._refuse(op, reason, "Take v2.RandomResizedCrop(224) in its place")
@@ -560,7 +566,7 @@ class _Walk:
         if has(op, Is.LEVELS) and self.form.is_float:
             self._refuse(op, "it takes uint8, and images are floating point", "Put it before that")
         self._hold(self.form.is_float)
-        note = ""
+        note = differs
         if not self.form.is_tensor and hasattr(op, "antialias"):
             op = copy.copy(op)
             op.antialias = True  # PIL always does
