@@ -1,4 +1,4 @@
-"""Find what limits training, how far pixels move, and whether decoding is safe on this GPU."""
+"""Find what limits training, see what transforms do, and check that decoding is safe here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 
 import gpuprefetch
 from gpuprefetch.core.device import resolve_device
-from gpuprefetch.core.report import versions
+from gpuprefetch.core.report import refuse_unwritable, versions
 from gpuprefetch.images.share import usable_cores
+from gpuprefetch.insight.machine import machine
 from gpuprefetch.insight.named import NamedFiles
 
 
@@ -28,19 +29,61 @@ class Report(Protocol):
         """Everything in it, for JSON."""
 
 
-def _loader(args: argparse.Namespace, **options: Any) -> DataLoader[Any]:
+POLICIES = ("TrivialAugmentWide", "RandAugment", "AutoAugment", "AugMix")
+
+
+def _loader(args: argparse.Namespace, policy: str | None = None, **options: Any) -> DataLoader[Any]:
     """A folder with the training transforms of ImageNet."""
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
 
     ops = [v2.RandomResizedCrop(args.size), v2.RandomHorizontalFlip()]
+    ops += [getattr(v2, policy)()] if policy else []
     ops += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
     ops += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
     root = args.DATA / "train" if (args.DATA / "train").is_dir() else args.DATA
-    return DataLoader(NamedFiles(ImageFolder(root, v2.Compose(ops))), shuffle=True, **options)
+    try:
+        folder = ImageFolder(root, v2.Compose(ops))
+    except FileNotFoundError as error:
+        if not root.is_dir():
+            raise
+        raise ValueError(
+            f"no photos in class folders in {root}: DATA is a folder of these, DATA/CLASS/*.jpg, "
+            "or holds them in DATA/train."
+        ) from error
+    return DataLoader(NamedFiles(folder), shuffle=True, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A preview that was written."""
+
+    file: str
+    width: int
+    height: int
+    titles: list[list[str]]  # of each sample
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the picture, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        samples = len(self.titles)
+        return f"{self.file}: {samples} samples, {self.width} x {self.height} pixels"
+
+
+def _preview(args: argparse.Namespace) -> Report:
+    refuse_unwritable(args.output)
+    plain = _loader(args, args.policy)
+    loader = gpuprefetch.accelerate(plain, print_plan=False, device=args.device)
+    sheet = loader.preview(args.samples, draws=args.draws)
+    sheet.save(args.output)
+    return Saved(str(args.output), *sheet.size, sheet.info["titles"])
 
 
 def _parity(args: argparse.Namespace) -> Report:
+    if args.picture:
+        refuse_unwritable(args.picture)
     report = gpuprefetch.parity(_loader(args), args.count, device=args.device)
     if args.picture:
         report.picture(args.picture)
@@ -54,30 +97,34 @@ def _selfcheck(args: argparse.Namespace) -> Report:
 def _doctor(args: argparse.Namespace) -> Report:
     from torchvision import models
 
-    if args.model not in models.list_models(models):  # without detection and the like
+    if args.picture:
+        refuse_unwritable(args.picture)
+    device = resolve_device(args.device)
+    on_gpu = device.type == "cuda"
+    name = args.model or ("resnet50" if on_gpu else "resnet18")
+    if name not in models.list_models(models):  # without detection and the like
         raise ValueError(
             "--model takes a classification model of torchvision, such as resnet50, got "
-            f"{args.model!r}. torchvision.models.list_models(torchvision.models) has their names."
+            f"{name!r}. torchvision.models.list_models(torchvision.models) has their names."
         )
-    device = resolve_device(args.device)
     workers = usable_cores() if args.workers is None else args.workers
     plain = _loader(
         args,
         num_workers=workers,
-        batch_size=args.batch_size,
-        pin_memory=device.type == "cuda",
+        batch_size=args.batch_size or (256 if on_gpu else 32),
+        pin_memory=on_gpu,
     )
     loader: DataLoader[Any] | gpuprefetch.DataPrefetcher = plain
     if args.loader == "gpuprefetch":
         loader = gpuprefetch.accelerate(plain, print_plan=False, device=device)
     torch.backends.cudnn.benchmark = True  # the shapes never change
-    model = models.get_model(args.model).to(device, memory_format=torch.channels_last)
+    model = models.get_model(name).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def step(batch: Any) -> None:
         images, target = batch
         images = images.to(memory_format=torch.channels_last)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             output = model(images)
             logits = getattr(output, "logits", output)
             loss = torch.nn.functional.cross_entropy(logits, target)
@@ -85,9 +132,12 @@ def _doctor(args: argparse.Namespace) -> Report:
         loss.backward()
         optimizer.step()
 
-    return gpuprefetch.doctor(
+    report = gpuprefetch.doctor(
         loader, step, device=device, seconds=args.seconds, tune=not args.no_tune
     )
+    if args.picture:
+        report.picture(args.picture)
+    return report
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +176,21 @@ class Command:
 
 OPTIONS = {
     "DATA": Option("folder of class folders, or of train/ with class folders", Path),
-    "--model": Option("torchvision model", default="resnet50"),
+    "--model": Option("torchvision model (default: resnet50; without a GPU resnet18)"),
     "--loader": Option(
         "loader to examine", default="torchvision", choices=["torchvision", "gpuprefetch"]
     ),
-    "--batch-size": Option("images per batch", int, 256),
+    "--batch-size": Option("images per batch (default: 256; without a GPU 32)", int),
     "--size": Option("image size in pixels", int, 224),
     "--workers": Option("worker processes (default: the usable cores)", int),
     "--seconds": Option("length of each measurement", float, 3.0),
     "--no-tune": Option("do not try other settings", is_flag=True),
     "--count": Option("images to compare", int, 256),
-    "--picture": Option("save the images that differ most to this file", Path),
+    "--picture": Option("save a picture of the result to this file", Path),
+    "--samples": Option("samples to show, spread over the folder", int, 16),
+    "--draws": Option("results for each sample", int, 1),
+    "--policy": Option("policy of torchvision's to show", choices=POLICIES),
+    "--output": Option("picture to write", Path, Path("preview.png")),
     "--rounds": Option("batches per check", int, 1000),
     "--device": Option("device, such as cuda:1 (default: the current GPU, else the CPU)"),
     "--json": Option("print the report as JSON", is_flag=True),
@@ -146,7 +200,21 @@ COMMANDS = {
     "doctor": Command(
         _doctor,
         "find what limits training on a folder, and which setting to change",
-        [*FOLDER, "--model", "--loader", "--batch-size", "--workers", "--seconds", "--no-tune"],
+        [
+            *FOLDER,
+            "--model",
+            "--loader",
+            "--batch-size",
+            "--workers",
+            "--seconds",
+            "--no-tune",
+            "--picture",
+        ],
+    ),
+    "preview": Command(
+        _preview,
+        "write a picture of samples, each original beside what the transforms make of it",
+        [*FOLDER, "--samples", "--draws", "--policy", "--output"],
     ),
     "parity": Command(
         _parity,
@@ -161,6 +229,12 @@ COMMANDS = {
 }
 
 
+def _version() -> str:
+    """Versions, and what a report of an error should say of this machine."""
+    found = ", ".join(f"{name} {number}" for name, number in versions().items())
+    return f"gpuprefetch {gpuprefetch.__version__} ({found})\n{machine()}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -169,16 +243,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="python -m gpuprefetch", description=__doc__)
-    found = ", ".join(f"{name} {number}" for name, number in versions().items())
-    version = f"gpuprefetch {gpuprefetch.__version__} ({found})"
-    parser.add_argument("--version", action="version", version=version)
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser.add_argument("--version", action="store_true", help="show versions, GPU and decoder")
+    commands = parser.add_subparsers(metavar="command")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.help, description=command.help)
         for option in [*command.options, "--device", "--json"]:
             OPTIONS[option].add_to(subparser, option)
         subparser.set_defaults(run=command.run)
     args = parser.parse_args(arguments)
+    if args.version:
+        print(_version())
+        return 0
+    if "run" not in args:
+        parser.print_help()
+        return 0
     try:
         report = args.run(args)
     except KeyboardInterrupt:

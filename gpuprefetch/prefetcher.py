@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -20,6 +20,7 @@ from gpuprefetch.core.loaders import is_stateful, kind, loader_within
 from gpuprefetch.core.nested import Batch, Loader
 from gpuprefetch.core.ranks import INTO_PREPARED, ranks_of, sampling_rank
 from gpuprefetch.core.resume import Beginning, Place, Progress, Source
+from gpuprefetch.core.samplers import Key
 from gpuprefetch.core.state import State, checked, is_foreign, is_state
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.images.advice import Advice
@@ -31,8 +32,9 @@ from gpuprefetch.images.handed import Finisher, HandedOut, registered, to_iterat
 from gpuprefetch.images.imports import load_worker_modules
 from gpuprefetch.images.loading import Begun, LivingWorkers, noting_sampler
 from gpuprefetch.images.notes import Notebook, Notes
-from gpuprefetch.images.options import Options
+from gpuprefetch.images.options import DecoderName, OnError, Options
 from gpuprefetch.images.packer import Packer
+from gpuprefetch.images.preview import Moment, Wanted, preview
 from gpuprefetch.images.replay import refuse_unknown, replay
 from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.stage import Pipeline
@@ -41,6 +43,9 @@ from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views
 from gpuprefetch.policies.known import title
 from gpuprefetch.transforms.head import Transform
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # What an argument of the constructor is called; later it is fixed.
 _ARGUMENTS = {"device", *(option.name for option in fields(Options))}
@@ -181,15 +186,15 @@ class DataPrefetcher:
         loader: DataLoader[Any] | Iterable[Batch],
         *,
         device: torch.device | str | int | None = None,
-        transforms: Sequence[Transform] | Views | None = None,
+        transforms: Sequence[Transform] | Views | Transform | None = None,
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
         device_prefetch_size: int | None = None,
-        decoder: str | ImageDecoder = "auto",
+        decoder: DecoderName | ImageDecoder = "auto",
         apply_exif: bool = False,
-        cpu_share: float | str = "auto",
+        cpu_share: float | Literal["auto"] = "auto",
         seed: int | None = None,
-        on_error: str | Callable[[BadImage], object] = "raise",
+        on_error: OnError = "raise",
         max_bad: int | None = None,
         memory_budget: str | int | None = None,
     ) -> None:
@@ -211,7 +216,7 @@ class DataPrefetcher:
         )
         self._pipeline = build_stage(loader, resolve_device(device), self._options, late=self._late)
         self._read = Snapshot(transforms, self._running_ops())
-        self._advice = Advice(loader, self.device)
+        self._advice = Advice(loader, self.device, chosen=device is not None)
         self._progress = Progress(kind(loader))  # before a sampler makes its generator
         self._notes = Notebook()
         self._workers = LivingWorkers()
@@ -273,7 +278,7 @@ class DataPrefetcher:
         return self._pipeline.stats
 
     @property
-    def transforms(self) -> Sequence[Transform] | Views:
+    def transforms(self) -> Sequence[Transform] | Views | Transform:
         """As they were given; an empty list for none."""
         return [] if self._options.transforms is None else self._options.transforms
 
@@ -334,6 +339,7 @@ class DataPrefetcher:
         return to_iterate(loader)
 
     def __iter__(self) -> Iterator[Batch]:
+        self._advice.of_setting()
         self._advice.of_ranks(self, self._loader)
         return self._begin()
 
@@ -537,6 +543,54 @@ class DataPrefetcher:
         refuse_unknown(self._loader)
         notes = self._notes.had(epoch, self._progress.place)
         return replay(self._loader, self._pipeline, notes, index, repeat)
+
+    def preview(
+        self,
+        count: int = 16,
+        *,
+        draws: int = 1,
+        samples: Sequence[Key] | None = None,
+        side: int = 160,
+    ) -> Image:
+        """Show what the transforms make of some samples: originals beside what the loop would get.
+
+        Normalization is undone, and boxes, masks and points are drawn. Titles name what was
+        sampled: crops, flips and policies of encoded images. Other transforms run without a word.
+        The first draw has the random parameters of the next epoch, if the sampler gives a sample
+        once; further draws have those of the epochs after it. What a transform or the collate
+        function samples for a whole batch is sampled for the samples shown here.
+
+        No epoch begins, and no counter, seed or generator of torch, NumPy or Python moves. The
+        dataset is read in this process.
+
+        Args:
+            count: samples, spread evenly over the dataset.
+            draws: results for each sample.
+            samples: their keys in the dataset, in place of ``count`` of them.
+            side: of a picture on the sheet, in pixels.
+
+        Returns:
+            A PIL image, RGB, which a notebook shows and ``.save("preview.png")`` writes. A file
+            that cannot be decoded has its place, with the reason. ``info["titles"]`` has the titles
+            of each sample.
+
+        Raises:
+            BadImageError: if none of the samples can be decoded.
+            ValueError: for a loader without a map-style dataset, an empty dataset, arguments out of
+                range, and for transforms whose results are no images.
+
+        Example:
+            >>> loader.preview()  # in a notebook
+            >>> loader.preview(4, draws=7).save("preview.png")
+        """
+        self._refuse_changed()
+        moment = Moment(
+            self.seed,
+            self._progress.next_epoch(self._loader),
+            sampling_rank(self._loader),
+            ranks_of(self._loader),
+        )
+        return preview(self._loader, self._pipeline, moment, Wanted(count, draws, samples, side))
 
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch: for the samplers of the loader, and for the random parameters.

@@ -25,14 +25,16 @@ from torchvision import tv_tensors
 from torchvision.datasets import DatasetFolder, ImageFolder
 from torchvision.datasets.folder import default_loader
 from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms.functional import pil_to_tensor
 
 import gpuprefetch
 from gpuprefetch import DataPrefetcher, EncodedImageFolder
 from gpuprefetch.lists.convert import convert_transforms
 from gpuprefetch.lists.walk import convert, read_for_tensors
+from gpuprefetch.migrate import parity as _parity
 from gpuprefetch.migrate.accelerate import accelerate
-from gpuprefetch.migrate.dataset_view import view_of
 from gpuprefetch.migrate.explain import explain
+from gpuprefetch.migrate.folders import encoded_view
 from gpuprefetch.migrate.parity import parity
 from gpuprefetch.policies.known import UnsupportedTransformError
 from gpuprefetch.transforms.random import fold
@@ -169,7 +171,7 @@ def test_timm_datasets_and_loaders(folder):
     old = loader(num_workers=1, interpolation="bicubic")
     moved = accelerate(old, **CPU)
     assert old.dataset.load_bytes is False
-    image, _ = view_of(old.dataset, None)[7]
+    image, _ = encoded_view(old.dataset, [], [])[7]
     assert moved.dataset is old.dataset and image.index == 7 and image.path.endswith(".jpg")
     same_batches(old, moved)
     assert parity(old, 4, device="cpu").mean < 1
@@ -655,7 +657,7 @@ def test_a_collate_function_takes_one_image_a_sample(folder, transform, made):
 class Opener(ImageFolder):
     def __getitem__(self, index):
         with open_by_another_name(self.samples[index][0]) as image:
-            return self.transform(image.convert("RGB")), 0
+            return self.transform(pil_to_tensor(image)), 0
 
 
 class Keyed(ImageFolder):
@@ -803,7 +805,7 @@ def test_the_loader_keeps_its_options_and_is_left_alone(folder):
 def test_what_crosses_to_a_spawned_worker_can_be_pickled(folder):
     loader = loader_of(folder, VAL, collate_fn=list)
     moved = accelerate(loader, **CPU)
-    view, _ = pickle.loads(pickle.dumps((view_of(moved.dataset, None), moved.collate_fn)))
+    view, _ = pickle.loads(pickle.dumps((encoded_view(moved.dataset, [], []), moved.collate_fn)))
     assert repr(view[0][0]).startswith("EncodedImage(")
 
 
@@ -867,13 +869,13 @@ NOT_MOVED = {
         accelerate,
         lambda folder: DataLoader(Opener(folder, v1.Compose(VAL))),
         TypeError,
-        r"Opener.*no file as self\.loader",
+        r"Opener.*the transform gets a torch\.Tensor of torch\.uint8 \(3, .*It takes PIL images",
     ),
     "reads by itself, in parity": (
         parity,
         lambda folder: DataLoader(Opener(folder, v1.Compose(VAL))),
         TypeError,
-        r"Opener.*no file as self\.loader",
+        r"Opener.*the transform gets a torch\.Tensor of torch\.uint8 \(3, .*It takes PIL images",
     ),
     "takes other keys": (
         accelerate,
@@ -909,7 +911,7 @@ NOT_MOVED = {
         accelerate,
         lambda folder: DataLoader(ImageFolder(folder, v1.Compose(VAL), loader=as_gray)),
         TypeError,
-        r"ImageFolder\.__getitem__\(0\): the transform gets a PIL\.Image\.Image",
+        r"ImageFolder\.__getitem__\(0\): a picture is 'L' and not RGB",
     ),
     "no batches": (
         accelerate,
@@ -1107,6 +1109,20 @@ def test_the_report_is_a_table_and_a_picture(folder, tmp_path):
         assert picture.size == (3 * 48, 14 + 4 * (14 + 48))
         labels = np.asarray(picture)[:14].min(2)
     assert all(part.min() < 99 for part in np.split(labels, 3, axis=1))  # over each column
+
+
+def test_large_photos_are_compared_in_parts(folder, constants):
+    ops = [v2.RandomResizedCrop(48), v2.ColorJitter(0.3), v2.PILToTensor()]
+    ops += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    whole = parity(loader_of(folder, ops), 7, device="cpu")
+    constants(_parity, SLICE=100, GROUP_PIXELS=5000)
+    parts = parity(loader_of(folder, ops), 7, device="cpu")
+    for row, other in zip(whole.rows, parts.rows, strict=True):
+        assert (row.max, row.max_so_far) == (other.max, other.max_so_far)
+        assert row.mean == pytest.approx(other.mean, rel=1e-6)
+        assert row.mean_so_far == pytest.approx(other.mean_so_far, rel=1e-6)
+    assert [path for path, *_ in whole.worst] == [path for path, *_ in parts.worst]
+    assert whole.rows[1].max > 0
 
 
 def test_explain_says_what_is_fused_and_why_the_rest_is_not():

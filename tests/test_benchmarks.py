@@ -586,8 +586,8 @@ def test_memory_without_a_gpu(settings):
     assert memory.idle("torchvision", shared | {"train": False, "images": 8})["held_gib"] == 0.0
 
 
-@pytest.mark.parametrize("workers", [0, 8])
-def test_windows_hold_whole_bursts(workers):
+def rates_of_windows(workers):
+    """The rates of three windows of a loop whose batches come eight at a time."""
     batch = torch.zeros(1, 3, 2, 2).contiguous(memory_format=torch.channels_last), torch.ones(1)
 
     def batches():  # as of eight workers: eight of them, and then nothing
@@ -605,8 +605,16 @@ def test_windows_hold_whole_bursts(workers):
         counts.append(loop.window(0.25)[0])
         marks.append(time.perf_counter())
     seconds = [b - a for a, b in itertools.pairwise(marks)]
-    rates = [count / taken for count, taken in zip(counts, seconds, strict=True)]
-    assert all(rate == pytest.approx(40, rel=0.1) for rate in rates) == (workers == 8)
+    return [count / taken for count, taken in zip(counts, seconds, strict=True)]
+
+
+@pytest.mark.parametrize("workers", [0, 8])
+def test_windows_hold_whole_bursts(workers):
+    def steady():
+        return all(rate == pytest.approx(40, rel=0.1) for rate in rates_of_windows(workers))
+
+    # A busy machine may disturb one loop.
+    assert any(steady() for _ in range(3)) == (workers == 8)
 
 
 def test_cpu_seconds_count_children():

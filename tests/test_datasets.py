@@ -41,10 +41,12 @@ from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.explain import explain
+from gpuprefetch.migrate.folders import encoded_view
 from gpuprefetch.migrate.parity import parity
 
 COUNT = 8
 CPU = {"device": "cpu", "print_plan": False}
+NO_CUDA = "device='cpu'" if torch.cuda.is_available() else "no CUDA device found"
 OPS = [v1.Resize(36), v1.CenterCrop(32), v1.ToTensor()]
 PIPELINE = v1.Compose(OPS)
 
@@ -336,8 +338,28 @@ BEFORE = {
     "transposed": lambda picture: picture.transpose(Image.Transpose.ROTATE_90),
     "another": lambda picture: Image.new("RGB", picture.size),
     "opened otherwise": lambda picture: open_by_another_name(io.BytesIO(PNG)),
+    "upright in place": lambda picture: turned_in_place(picture),
+    "by its attributes": lambda picture: given_others_pixels(picture),
+}
+
+
+def turned_in_place(picture):
+    picture.getexif()[274] = 6
+    ImageOps.exif_transpose(picture, in_place=True)
+    return picture
+
+
+def given_others_pixels(picture):
+    picture.im = Image.new("RGB", picture.size, (1, 2, 3)).im
+    return picture
+
+
+NO_PICTURE = {
     "a tensor": lambda picture: torch.zeros(3, 40, 40),
     "transformed": lambda picture: PIPELINE(picture),
+    "an array of one channel": lambda picture: np.asarray(picture)[..., :1],
+    "gray": lambda picture: picture.convert("L"),
+    "with a palette": lambda picture: picture.convert("P"),
 }
 
 
@@ -385,20 +407,39 @@ AFTER = {
 CHANGED = 5  # the sample
 
 
-@pytest.mark.parametrize("reads", ["self.loader", "Image.open"])
-@pytest.mark.parametrize("name", BEFORE)
-def test_a_picture_that_is_touched_before_its_transform_is_named(folder, name, reads):
+def changing(folder, change, reads):
+    """A folder that changes the pixels of one picture before the transform gets it."""
+
     class Changing(ImageFolder):
         def __getitem__(self, index):
             path, target = self.samples[index]
             read = self.loader if reads == "self.loader" else READS["Image.open"]
             picture = read(path)
             if index == CHANGED:
-                picture = BEFORE[name](picture)
+                picture = change(picture)
             return self.transform(picture), target
 
-    loader = accelerate(DataLoader(Changing(str(folder), PIPELINE), 4), **CPU)
-    with pytest.raises(TypeError, match=rf"^Changing\.__getitem__\({CHANGED}\).*Two ways work"):
+    return Changing(str(folder), PIPELINE)
+
+
+@pytest.mark.parametrize("reads", ["self.loader", "Image.open"])
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_picture_that_is_changed_before_its_transform_is_handed_on_as_it_is(folder, name, reads):
+    dataset = changing(folder, BEFORE[name], reads)
+    prefetcher = moved(dataset)
+    assert prefetcher.describe().startswith(f"accelerate: {NO_CUDA}")  # as the first picture says
+    view = encoded_view(dataset, OPS, [])
+    assert [view[i][0].data.startswith(b"P6") for i in range(COUNT)] == [
+        i == CHANGED for i in range(COUNT)
+    ]
+
+
+@pytest.mark.parametrize("reads", ["self.loader", "Image.open"])
+@pytest.mark.parametrize("name", NO_PICTURE)
+def test_what_is_no_picture_for_the_device_is_named(folder, name, reads):
+    loader = accelerate(DataLoader(changing(folder, NO_PICTURE[name], reads), 4), **CPU)
+    text = rf"^Changing\.__getitem__\({CHANGED}\): .* gets a |is '[LP]' and not RGB"
+    with pytest.raises(TypeError, match=text):
         list(loader)
 
 
@@ -437,7 +478,7 @@ TRANSFORMED = {
 
 def instead(dataset, picture):
     try:
-        return dataset.transform(inverted(picture))
+        return dataset.transform(torch.zeros(3, 40, 40))
     except Exception:
         return dataset[0][0]
 
@@ -455,7 +496,7 @@ def test_a_transform_gets_each_picture_once(paths, name, tmp_path):
 
     Image.fromarray(draw(50, 60, 1)).save(Changing.gray)
     loader = accelerate(DataLoader(Changing(paths, READS["Image.open"]), 4), **CPU)
-    with pytest.raises(TypeError, match=rf"^Changing\.__getitem__\({CHANGED}\).*Two ways work"):
+    with pytest.raises(TypeError, match=rf"^Changing\.__getitem__\({CHANGED}\).*(ways|RGB|takes)"):
         list(loader)
 
 
@@ -575,11 +616,11 @@ def test_random_parameters_follow_the_sample_of_a_wrapper(folder):
     assert len({tuple(image.flatten().tolist()) for image in images}) == 4
 
 
-def test_a_wrapper_that_changes_its_pictures_names_two_ways_and_both_work(folder, paths):
+def test_a_wrapper_that_changes_its_images_names_two_ways_and_both_work(folder, paths):
     class Inverting(DS):
         def __getitem__(self, index):
             image, target = self.subset[index]
-            return self.transform(ImageOps.invert(image)), target
+            return 1 - self.transform(image), target
 
     dataset = Inverting(Subset(ImageFolder(str(folder)), [1, 2]), PIPELINE)
     with pytest.raises(TypeError, match=r"Inverting\.__getitem__\(0\).*Subset\(ImageFolder\(root"):
@@ -609,16 +650,15 @@ def test_two_transforms_are_to_be_one(folder):
     moved(DS(ImageFolder(str(folder), None), both))
 
 
-def test_a_wrapper_whose_pictures_are_changed_stays_in_the_workers(folder):
+def test_a_wrapper_that_changes_its_pictures_decodes_them_in_the_workers(folder):
     class Inverting(DS):
         def __getitem__(self, index):
             image, target = self.subset[index]
             return self.transform(ImageOps.invert(image)), target
 
-    loader = DataLoader(Inverting(ImageFolder(str(folder)), PIPELINE), 3)
-    prefetcher = accelerate(loader, keep_unknown=True, **CPU)
-    assert [step.where for step in prefetcher.plan.steps][:2] == ["worker CPU"] * 2
-    assert_same_batches(loader, prefetcher, atol=1e-6)
+    prefetcher = moved(Inverting(ImageFolder(str(folder)), PIPELINE))
+    plan = prefetcher.describe().splitlines()[0]
+    assert re.match(r"accelerate: decode by the dataset, in the workers \(it uses \.\w+ of", plan)
 
 
 def test_a_wrapper_whose_transform_ends_in_an_own_function(folder):
@@ -660,7 +700,7 @@ BY_V2_ALONE = v2.Compose(
 
 @pytest.mark.parametrize("pipeline", [PIPELINE, BY_V2_ALONE], ids=["v1", "v2"])
 def test_pictures_that_a_dataset_keeps_become_real(paths, pipeline):
-    """A dataset that keeps them is refused, but its own samples must be right from then on."""
+    """The dataset's own samples must be right from then on."""
     read = functools.cache(READS["Image.open"])
     plain = list(DataLoader(Own(paths, READS["Image.open"], pipeline), 3))
     list(
@@ -712,49 +752,19 @@ def test_pictures_of_all_kinds_become_real(paths, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_that_keeps_pictures_is_told_to_keep_files(paths, workers):
-    class Later(Keeping):
-        """Keeps them but for the first."""
-
-        def __getitem__(self, index):
-            self.kept.pop(0, None)
-            return super().__getitem__(index)
-
-    dataset = Keeping(paths, READS["Image.open"])
-    with pytest.raises(TypeError, match=r"Keeping\.__getitem__\(0\).*let it keep their files"):
-        accelerate(DataLoader(dataset, 3), **CPU)
-    assert dataset.kept == {}
+@pytest.mark.parametrize("before", [False, True])
+def test_a_dataset_may_keep_its_pictures(paths, workers, before):
+    """They are files the first time, and pixels from then on."""
     plain = list(DataLoader(Own(paths, READS["Image.open"]), 3))
-    dataset = Later(paths, READS["Image.open"])
+    dataset = Keeping(paths, READS["Image.open"])
+    if before:
+        list(DataLoader(dataset, 3))
     options = {"num_workers": workers, "persistent_workers": workers > 0}
     prefetcher = accelerate(DataLoader(dataset, 3, **options), **CPU)
-    assert_same_batches(plain, prefetcher, atol=2 / 255)
-    with pytest.raises(TypeError, match=r"Later\.__getitem__\(1\).*let it keep their files"):
-        list(prefetcher)
-    assert_same_batches(plain, DataLoader(dataset, 3), atol=0)
-
-
-def test_pictures_that_were_kept_before_are_told_to_be_files(paths):
-    dataset = Keeping(paths, READS["Image.open"])
-    plain = list(DataLoader(dataset, 3))
-    with pytest.raises(
-        TypeError, match=r"Keeping\.__getitem__\(0\).*let it keep their files"
-    ) as error:
-        accelerate(DataLoader(dataset, 3), **CPU)
-    (keep, read) = re.findall(
-        r"kept = (.*?), and open one in each call: (.*?\))\. Two", str(error.value)
-    )[0]
-
-    class KeepingFiles(Keeping):
-        def __getitem__(self, index):
-            known = {"Path": Path, "io": io, "Image": Image, "path": self.paths[index]}
-            if index not in self.kept:
-                self.kept[index] = eval(keep, known)
-            return self.transform(eval(read, known | {"kept": self.kept[index]})), index
-
-    prefetcher = accelerate(DataLoader(KeepingFiles(paths, None), 3), **CPU)
+    assert ("by the dataset" in prefetcher.describe()) is before
     for _ in range(2):
         assert_same_batches(plain, prefetcher, atol=2 / 255)
+    assert_same_batches(plain, DataLoader(dataset, 3), atol=0)
 
 
 def test_a_trial_leaves_no_trace(paths):
@@ -1004,21 +1014,13 @@ def cifar(pipeline):
     return as_built(tv.CIFAR10, pipeline, data=arrays, targets=LABELS)
 
 
-def test_images_that_are_no_files_are_told_what_to_write(paths):
-    for ops in (CIFAR, CIFAR[1:]):
-        with pytest.raises(
-            TypeError, match=r"CIFAR10\.__getitem__\(0\).*no file.*DataPrefetcher\("
-        ):
-            accelerate(DataLoader(cifar(v2.Compose(ops))), **CPU)
-    upright = Own(paths, lambda path: ImageOps.exif_transpose(Image.open(path).convert("RGB")))
-    with pytest.raises(TypeError, match=r"uses \.copy of the picture .*0\.jpg'\. Put what changes"):
-        accelerate(DataLoader(upright), **CPU)
+def test_what_is_no_picture_is_told_what_to_write(paths):
     both = Named(ImageFolder(str(Path(paths[0]).parents[1])), PIPELINE)
     both.validation = PIPELINE
     with pytest.raises(TypeError, match=r"Named: it has several transforms \(tf, validation\)"):
         accelerate(DataLoader(both), **CPU)
     for read in (np.fromfile, lambda path: torch.zeros(3, 9, 9)):
-        with pytest.raises(TypeError, match=r"Own\.__getitem__\(0\).*EncodedImage\(Path"):
+        with pytest.raises(TypeError, match=r"Own\.__getitem__\(0\).*gets a .*DataPrefetcher\("):
             accelerate(DataLoader(Own(paths, read)), **CPU)
     tensors = TensorDataset(torch.zeros(4, 3, 9, 9), torch.zeros(4))
     with pytest.raises(TypeError, match=r"TensorDataset.*DataPrefetcher\(loader, transforms="):
@@ -1026,10 +1028,11 @@ def test_images_that_are_no_files_are_told_what_to_write(paths):
 
 
 def test_what_of_arrays_is_kept_in_the_workers():
-    loader = DataLoader(cifar(v2.Compose([v2.CenterCrop(24), *CIFAR[2:]])), 3)
+    own = v1.Lambda(lambda picture: picture.rotate(90))
+    loader = DataLoader(cifar(v2.Compose([own, v2.CenterCrop(24), *CIFAR[2:]])), 3)
     prefetcher = accelerate(loader, keep_unknown=True, **CPU)
     where = [step.where for step in prefetcher.plan.steps]
-    assert where[0] == "worker CPU" and "worker CPU" not in where[1:]
+    assert where[:2] == ["worker CPU"] * 2 and "worker CPU" not in where[2:]
     assert_same_batches(loader, prefetcher, atol=1e-6)
 
 

@@ -7,17 +7,23 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
+import torchvision
+from PIL import Image, ImageColor
 from torch.utils.data import DataLoader, Dataset
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
 
 import gpuprefetch
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, doctor
 from gpuprefetch.__main__ import main
-from gpuprefetch.core.report import progress
+from gpuprefetch.core.report import Lines, progress
 from gpuprefetch.images import share
 from gpuprefetch.images.decode import NvjpegDecoder
 from gpuprefetch.insight import doctor as _doctor
+from gpuprefetch.insight.machine import Gpu, described, driver_version
 
 # Sleeps stand for disks and models: they take the same time on a busy machine.
 pytestmark = pytest.mark.filterwarnings("ignore:.*worker processes:UserWarning")
@@ -143,7 +149,8 @@ def test_bad_arguments(loader, step, options, error):
 def test_command_line(photo_folder, tmp_path, capsys):
     options = "--model squeezenet1_1 --batch-size 4 --workers 1 --size 64 --seconds 0.05 --no-tune"
     arguments = ["doctor", str(photo_folder), *options.split(), "--device", "cpu"]
-    assert main(arguments) == 0
+    assert main([*arguments, "--picture", str(tmp_path / "time.png")]) == 0
+    assert (tmp_path / "time.png").stat().st_size > 1000
     text = capsys.readouterr().out
     assert "verdict: bound by" in text and ", 1 worker, " in text
     assert "of an image, in the workers: " in text
@@ -174,9 +181,122 @@ def test_the_command_line_says_what_is_wrong_in_a_line(photo_folder, tmp_path, c
         monkeypatch.setattr(gpuprefetch, "selfcheck", Mock(side_effect=error))
         assert main(["selfcheck"]) == code
         assert capsys.readouterr().err == f"python -m gpuprefetch: {text}\n"
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert f"gpuprefetch {gpuprefetch.__version__} (torch 2." in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["nothing"])
+    assert "invalid choice" in capsys.readouterr().err
+
+
+def test_version_has_what_a_report_needs(capsys):
+    assert main(["--version"]) == 0
+    versions, cores, *devices = capsys.readouterr().out.splitlines()
+    assert versions.startswith(f"gpuprefetch {gpuprefetch.__version__} (torch 2.")
+    assert f"{share.usable_cores()} usable cores, NVIDIA driver " in cores
+    count = torch.cuda.device_count()
+    assert len(devices) == max(count, 1)
+    assert all(", decode by " in line for line in devices) or not count
+
+
+class Driver:
+    """NVML, as far as it is called, of a machine with a driver, or where the driver fails."""
+
+    def __init__(self, status=0):
+        self.status = status
+
+    def nvmlInit_v2(self):
+        return self.status
+
+    def nvmlSystemGetDriverVersion(self, text, length):
+        text.value = b"580.95.05"
+        return self.status
+
+
+def test_version_names_each_gpu_and_what_decodes_there():
+    gpus = [Gpu("NVIDIA H100", "nvJPEG's 7 JPEG engines"), Gpu("Old", "the workers: no nvJPEG")]
+    assert described(16, driver_version(Driver()), gpus).splitlines() == [
+        "16 usable cores, NVIDIA driver 580.95.05",
+        "cuda:0 NVIDIA H100, decode by nvJPEG's 7 JPEG engines",
+        "cuda:1 Old, decode by the workers: no nvJPEG",
+    ]
+    assert driver_version(Driver(status=9)) is None
+
+
+def test_without_a_command_it_prints_help(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    for command in ("doctor", "preview", "parity", "selfcheck"):
+        assert f"\n    {command}" in printed
+
+
+def test_on_a_cpu_the_command_takes_what_a_cpu_can_train(photo_folder, capsys, monkeypatch):
+    made = []
+
+    def small(name):
+        made.append(name)
+        return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+
+    monkeypatch.setattr(torchvision.models, "get_model", small)
+    options = ["--device", "cpu", "--seconds", "0.01", "--no-tune", "--size", "8", "--workers", "0"]
+    monkeypatch.setattr(torch.optim, "SGD", Mock())
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", lambda logits, _: Mock())
+    assert main(["doctor", str(photo_folder), *options]) == 0
+    assert made == ["resnet18"]
+    assert "batches of 24" in capsys.readouterr().out  # all there are, fewer than 32
+
+
+@pytest.mark.usefixtures("busy_machine")
+def test_a_loader_over_files_has_a_column_of_accelerate(photo_folder):
+    ops = [v2.RandomResizedCrop(16), v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
+    folder = ImageFolder(photo_folder, v2.Compose(ops))
+
+    def step(batch):
+        assert batch[0].shape == (4, 3, 16, 16)
+        time.sleep(0.002)
+
+    report = doctor(DataLoader(folder, batch_size=4), step, device="cpu", seconds=0.1)
+    assert report.moved.images_per_second > 0
+    header = next(line for line in str(report).splitlines() if "as it is" in line)
+    assert header.split()[-1] == "accelerate"
+    names = [change.setting for change in [*report.changes, *report.tried]]
+    assert "accelerate(loader)" in names
+    assert json.loads(json.dumps(report.as_dict()))["moved"]["step_ms"] == report.moved.step_ms
+
+
+def test_the_picture_has_the_time_of_each_thread(tmp_path):
+    found = _doctor.Diagnosis("CPU decode", 400.0, 500.0, 10.0, 6.0, 0.0, 0.25)
+    moved = _doctor.Diagnosis("model", 1000.0, 2000.0, 4.0, 0.0, 0.0, 0.0)
+    changes = [_doctor.Change("accelerate(loader)", 1000.0, 2.5)]
+    report = _doctor.DoctorReport(found, 1000.0, changes, [], moved, [], "4 workers, cpu", 4)
+    report.picture(tmp_path / "time.png")
+    with Image.open(tmp_path / "time.png") as picture:
+        pixels = np.asarray(picture)
+    # Of 876 pixels for 10 ms: the loop waits for 6 and computes for 4, the workers need 8 of which
+    # they idle for 2; then all 4 are the step, and the workers need 2.
+    widths = {}
+    for color in ("#ff9500", "#34c759", "#0a84ff", "#d0d0d0"):
+        same = (pixels == ImageColor.getrgb(color)).all(2)
+        rows = same.sum(1)
+        widths[color] = sorted({count for count in rows.tolist() if count > 20})
+    assert widths["#ff9500"] == pytest.approx([0.6 * 876], abs=2)
+    assert widths["#34c759"] == pytest.approx([0.4 * 876], abs=2)
+    assert widths["#0a84ff"] == pytest.approx([0.2 * 876, 0.6 * 876], abs=2)
+    assert widths["#d0d0d0"] == pytest.approx([0.2 * 876], abs=2)
+
+
+def test_a_loader_that_cannot_move_is_told_why():
+    report = doctor(loader_of(Slow(0.0), 0), sleep(0.01), device="cpu", seconds=0.05)
+    assert report.moved is None
+    assert not any(line.endswith("accelerate") for line in str(report).splitlines())
+    assert any(note.startswith("accelerate(loader) could not be") for note in report.notes)
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(capsys):
+    now = 0.0
+    lines = Lines("doctor", 3, clock=lambda: now)
+    for now in (4.0, 9.0, 11.0, 12.0, 20.0, 22.0):
+        lines.set_description_str(f"doctor: at {now:.0f} s")
+        lines.update(now == 9.0)
+    printed = capsys.readouterr().err.splitlines()
+    assert printed == ["doctor: at 11 s: 1 of 3", "doctor: at 22 s: 1 of 3"]
 
 
 def test_a_containers_quota_counts(tmp_path, constants):

@@ -146,8 +146,31 @@ def test_resumed_with_other_steps_it_has_the_learning_rate_of_its_place(
     monkeypatch.setattr(train.Learner, "step", rates)
     _, resumed = run(*finished, "--resume")
     assert resumed["scheduler"]["last_epoch"] == whole["scheduler"]["last_epoch"] == 4
-    base = train.LEARNING_RATE * 2
+    base = train.LEARNING_RATE / 256 * 2
     assert seen == pytest.approx([base * train.lr_factor(step, 4) for step in (2, 3)])
+
+
+def test_weights_get_a_new_last_layer_for_other_classes(train, run, monkeypatch):
+    asked = []
+
+    def trained(name, *, weights=None):
+        asked.append(weights)
+        return get_model(name, num_classes=1000)
+
+    monkeypatch.setattr(torchvision.models, "get_model", trained)
+    arguments = ["--weights", "DEFAULT", "--lr", "0.01"]
+    summary, checkpoint = run("--epochs", "1", *arguments)
+    assert (summary["weights"], summary["lr"]) == ("DEFAULT", 0.01)
+    assert checkpoint["model"]["6.weight"].shape == (10, 32)
+    assert checkpoint["optimizer"]["param_groups"][0]["initial_lr"] == 0.01 / 256 * 4
+    run("--epochs", "2", *arguments, "--resume")
+    assert asked == ["DEFAULT", None]  # a checkpoint has all weights
+
+
+def test_a_model_without_a_last_linear_layer_takes_no_weights(train, run, monkeypatch):
+    monkeypatch.setattr(torchvision.models, "get_model", lambda *_, **__: torch.nn.Conv2d(3, 9, 1))
+    with pytest.raises(ValueError, match="resnet18 has no linear layer at its end to replace"):
+        run("--epochs", "1", "--weights", "DEFAULT")
 
 
 def test_a_shorter_epoch_than_the_interrupted_one_is_an_error(run, interrupted):
@@ -203,6 +226,22 @@ def test_without_data_it_trains_on_a_folder_that_is_drawn_once(draw, run, tmp_pa
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.JPEG")} == times
 
 
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="the folder is the user's own here")
+@pytest.mark.parametrize("link", [False, True])
+def test_a_folder_that_somebody_else_has_made_is_refused(draw, tmp_path, monkeypatch, link):
+    monkeypatch.setattr(draw.tempfile, "tempdir", str(tmp_path))
+    uid = os.getuid()
+    for user in (uid, uid + 1):
+        monkeypatch.setattr(os, "getuid", lambda user=user: user)
+        folder = draw.own_folder("drawn")
+        folder.symlink_to(tmp_path / "none") if link else folder.mkdir()  # by this process's user
+        if user == uid:
+            assert draw.own_folder("drawn") == folder
+            continue
+        with pytest.raises(PermissionError, match=r"somebody else's\. Set TMPDIR"):
+            draw.own_folder("drawn")
+
+
 def test_two_processes_count_every_validation_image_once(train, folder, tmp_path):
     # No --limit-batches: one rank has 10 validation images, the other 9.
     words = [folder, *TINY, "--epochs", "1", "--checkpoint-steps", "1"]
@@ -246,6 +285,8 @@ def accuracy(train, folder, checkpoint):
         ("{folder} --checkpoint .", ". is a folder. Name a file to write"),
         ("{folder} --mixup -0.2", "--mixup: -0.2 is not 0 or above"),
         ("{folder} --model resnet", "--model: resnet is none of torchvision's: alexnet, "),
+        ("{folder} --weights V3", "--weights: resnet18 has IMAGENET1K_V1, DEFAULT, got V3"),
+        ("{folder} --lr -1", "--lr: -1 is not 0 or above"),
         ("{folder} --checkpoint none/last.pt", "none is no folder to write last.pt to"),
         ("{folder} --summary none/run.json", "none is no folder to write run.json to"),
         ("{folder} --resume --checkpoint none.pt", "there is no checkpoint none.pt"),

@@ -42,6 +42,18 @@ def test_changelog_describes_this_version():
     assert versions[0] == gpuprefetch.__version__
 
 
+def test_citation_is_of_this_version():
+    assert f"\nversion: {gpuprefetch.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_actions_are_pinned_by_hash():
+    """A tag can be moved to other code."""
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        used = re.findall(r"uses: (.*)", workflow.read_text())
+        assert used
+        assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", each) for each in used), used
+
+
 def test_no_path_of_a_machine_is_tracked():
     found = {}
     for path in tracked_files():
@@ -59,7 +71,8 @@ def test_machine_paths_are_found():
 
 def test_no_photo_is_tracked():
     photos = {".jpg", ".jpeg", ".webp", ".heic", ".tif", ".tiff"}
-    assert not [path for path in tracked_files() if path.suffix.lower() in photos]
+    found = [path for path in tracked_files() if path.suffix.lower() in photos]
+    assert [path.name for path in found] == ["policies.jpg"]  # of a CC0 photo, see docs/policies.py
 
 
 class Loaded(Dataset):

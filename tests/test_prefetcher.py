@@ -30,6 +30,7 @@ from gpuprefetch import (
     Resize,
     Views,
 )
+from gpuprefetch.core.remarks import told
 
 Pair = namedtuple("Pair", "image target")
 
@@ -573,7 +574,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from gpuprefetch import DataPrefetcher
 loader = DataLoader(TensorDataset(torch.arange(64)), batch_size=4, num_workers=1)
-import warnings; warnings.simplefilter("ignore")
+import logging, warnings; logging.disable(); warnings.simplefilter("ignore")
 iterator = iter(DataPrefetcher(loader))
 next(iterator)
 """
@@ -640,6 +641,42 @@ class Rewound:
 def test_an_iterator_that_begins_anew_is_a_loader():
     prefetcher = DataPrefetcher(Rewound(), device="cpu")
     assert [list(prefetcher) for _ in range(2)] == [[0, 1, 2]] * 2
+
+
+@pytest.fixture
+def remarks(caplog):
+    """The texts that this process has logged, as if it had told nothing so far."""
+    before = set(told)
+    told.clear()
+    yield lambda: [record.getMessage() for record in caplog.records]
+    told.update(before)
+
+
+def test_a_loader_without_workers_is_remarked_on_once(remarks):
+    for _ in range(2):
+        loader = DataPrefetcher(DataLoader(range(3), num_workers=0), device="cpu")
+        assert len(list(loader)) == len(list(loader)) == 3
+    (text,) = remarks()
+    assert "num_workers=0" in text and "DataLoader(..., num_workers=8)" in text
+    list(DataPrefetcher([torch.zeros(1)], device="cpu"))  # which has no workers to ask for
+    assert len(remarks()) == 1
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_missing_gpu_is_remarked_on_unless_the_cpu_was_chosen(remarks, monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for _ in range(2):
+        list(DataPrefetcher([torch.zeros(1)], device=device))
+    texts = remarks()
+    assert len(texts) == (device is None)
+    assert all('device="cpu"' in text for text in texts)
+
+
+def test_another_rank_than_the_first_is_quiet(remarks, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    list(DataPrefetcher(DataLoader(range(3)), device="cpu"))
+    assert remarks() == []
 
 
 @pytest.mark.gpu

@@ -90,4 +90,11 @@ def test_the_served_model_answers_each_request(photo_folder, monkeypatch):
     refused, answered = served.execute([broken, requests[1]])
     assert "sample 1" in str(refused.error)
     assert answered.error is None
+
+    empty = {"IMAGES": np.array([], dtype=object)}
+    refused, answered = served.execute([empty, requests[1]])
+    assert "IMAGES is empty" in str(refused.error)
+    np.testing.assert_allclose(answered.tensors[0].array, alone, rtol=1e-3, atol=1e-3)
+    (refused,) = served.execute([empty])
+    assert "IMAGES is empty" in str(refused.error)
     sys.modules.pop("model")

@@ -127,6 +127,7 @@ def test_both_sides_of_the_diff_train(namespace, sign):
 def test_every_page_of_use_is_run():
     run_here = {"index.md", "loop.md", "transforms.md", "detection.md", "sources.md", "migrate.md"}
     run_here |= {"memory.md", "distributed.md", "troubleshooting.md"}
+    run_here |= {"finetune.md"}  # in test_finetune.py
     shown_only = {"correctness.md"}  # the race, in code that nobody should run
     assert {name for name, text in DOCS.items() if BLOCK.search(text)} == run_here | shown_only
 

@@ -52,7 +52,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
         selfcheck()
 
 
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["selfcheck", "--rounds", "many"]])
+@pytest.mark.parametrize("arguments", [["nothing"], ["selfcheck", "--rounds", "many"]])
 def test_wrong_commands(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)

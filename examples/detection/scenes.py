@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "imagenet"))
-from draw import SHAPES, colors, inside, save
+from draw import SHAPES, colors, inside, own_folder, save
 
 TRAIN = 400  # pictures
 VAL = 100
@@ -30,8 +30,8 @@ VERSION = 1
 
 
 def drawn_folder():
-    """Return the folder that stands in for a real one, drawn at the first call on this machine."""
-    folder = Path(tempfile.gettempdir()) / f"gpuprefetch-scenes-{VERSION}"
+    """Return the folder that stands in for a real one, drawn at the user's first call."""
+    folder = own_folder(f"gpuprefetch-scenes-{VERSION}")
     if not folder.exists():
         print(f"drawing {TRAIN + VAL} pictures in {folder}")
         write_folder(folder, TRAIN, VAL)

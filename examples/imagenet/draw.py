@@ -10,6 +10,7 @@ the picture's width and height and the kind of its file, to resemble a folder fr
 import argparse
 import itertools
 import math
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -39,11 +40,25 @@ FILE_KINDS = [
 
 
 def drawn_folder():
-    """Return the folder that stands in for a real one, drawn at the first call on this machine."""
-    folder = Path(tempfile.gettempdir()) / f"gpuprefetch-drawn-{VERSION}"
+    """Return the folder that stands in for a real one, drawn at the user's first call."""
+    folder = own_folder(f"gpuprefetch-drawn-{VERSION}")
     if not folder.exists():
         print(f"drawing {len(CLASSES) * (TRAIN_PER_CLASS + VAL_PER_CLASS)} pictures in {folder}")
         write_folder(folder, TRAIN_PER_CLASS, VAL_PER_CLASS)
+    return folder
+
+
+def own_folder(name):
+    """Return a path in the system's folder for temporary files, which nobody else has made.
+
+    Everybody may write to that folder, and another's files would be taken for the drawn ones.
+    """
+    folder = Path(tempfile.gettempdir())
+    if not hasattr(os, "getuid"):  # on Windows that folder is the user's own
+        return folder / name
+    folder /= f"{name}-{os.getuid()}"
+    if os.path.lexists(folder) and folder.lstat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is somebody else's. Set TMPDIR to another folder.")
     return folder
 
 

@@ -3,6 +3,7 @@
     python train.py                                  # on a small folder, which it draws first
     python train.py DATA --model resnet50 --compile  # DATA/{train,val}/CLASS/*.JPEG
     python train.py DATA --loader torchvision        # the same, with PIL decoding in the workers
+    python train.py DATA --weights DEFAULT --lr 0.01 # from the weights that torchvision ships
     python train.py DATA --checkpoint-steps 500      # not only after each epoch
     python train.py DATA --resume                    # go on from the checkpoint
     python train.py DATA --auto-augment ta_wide --random-erasing 0.1 --mixup 0.2 --cutmix 1.0
@@ -53,7 +54,7 @@ from gpuprefetch import (
 # many small steps on most of each picture learn them in a minute on two CPU cores.
 PHOTO_DEFAULTS = {"epochs": 90, "batch_size": 256, "image_size": 224, "min_area": 0.08}
 DRAWN_DEFAULTS = {"epochs": 8, "batch_size": 16, "image_size": 48, "min_area": 0.5}
-LEARNING_RATE = 0.1 / 256  # for each image of a step
+LEARNING_RATE = 0.1  # for 256 images of a step
 WARMUP_SHARE = 0.05  # of all steps
 MOMENTUM = 0.9
 WEIGHT_DECAY = 1e-4
@@ -63,6 +64,7 @@ STD = (0.229, 0.224, 0.225)
 SEED = 0
 BAR_STEPS = 20  # from one update of the bar to the next: reading the loss waits for the device
 REPORTED_ARGUMENTS = ["model", "loader", "compile", "epochs", "batch_size", "image_size", "workers"]
+REPORTED_ARGUMENTS += ["weights", "lr"]
 REPORTED_ARGUMENTS += ["auto_augment", "color_jitter", "random_erasing", "mixup", "cutmix"]
 # As in torchvision's references.
 POLICIES = {
@@ -99,6 +101,8 @@ def parse_args(argv):
     add = parser.add_argument
     add("data", nargs="?", type=Path, metavar="DATA", help="folder with train/ and val/")
     add("--model", default="resnet18", help="any classification model of torchvision")
+    add("--weights", metavar="NAME", help="weights of torchvision to start from, as DEFAULT")
+    add("--lr", type=strength, default=LEARNING_RATE, help="for 256 images of a step, at its peak")
     add("--loader", choices=["gpuprefetch", "torchvision"], default="gpuprefetch")
     add("--epochs", type=positive)
     add("--batch-size", type=positive, help="of each process")
@@ -123,6 +127,9 @@ def parse_args(argv):
             parser.error(f"{path} is a folder. Name a file to write.")
     if args.model not in (known := torchvision.models.list_models(torchvision.models)):
         parser.error(f"--model: {args.model} is none of torchvision's: {', '.join(known)}")
+    names = torchvision.models.get_model_weights(args.model).__members__
+    if args.weights and args.weights not in names:
+        parser.error(f"--weights: {args.model} has {', '.join(names)}, got {args.weights}")
     if args.resume and not args.checkpoint.is_file():
         parser.error(f"--resume: there is no checkpoint {args.checkpoint}")
     if args.checkpoint_steps and args.loader == "torchvision":
@@ -315,6 +322,22 @@ def train(args):
     return clock.summary() | {"top1": top1, "top5": top5, "best_top1": learner.best_top1}
 
 
+def build_model(args, classes):
+    """Make the model; one that starts from weights gets a new last layer for other classes."""
+    if args.weights is None:
+        return torchvision.models.get_model(args.model, num_classes=classes)
+    # A checkpoint has all weights: none are downloaded to be overwritten.
+    weights = None if args.resume else args.weights
+    model = torchvision.models.get_model(args.model, weights=weights)
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    if not layers:
+        raise ValueError(f"--weights: {args.model} has no linear layer at its end to replace.")
+    name, last = layers[-1]
+    if last.out_features != classes:
+        model.set_submodule(name, nn.Linear(last.in_features, classes))
+    return model
+
+
 class Learner:
     """The model, what trains it and how far it is: all that a checkpoint holds."""
 
@@ -325,8 +348,7 @@ class Learner:
         self.device = args.device
         self.args = args
         self.steps = steps  # of an epoch
-        model = torchvision.models.get_model(args.model, num_classes=classes)
-        self.model = model.to(args.device, memory_format=torch.channels_last)
+        self.model = build_model(args, classes).to(args.device, memory_format=torch.channels_last)
         self.step_model = wrap(self.model, args)
         self.criterion = nn.CrossEntropyLoss(label_smoothing=LABEL_SMOOTHING)
         self.optimizer = build_optimizer(self.model, args)
@@ -451,7 +473,7 @@ def build_optimizer(model, args):
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    lr = LEARNING_RATE * args.batch_size * WORLD_SIZE
+    lr = args.lr / 256 * args.batch_size * WORLD_SIZE
     fused = args.device.type == "cuda"
     return torch.optim.SGD(groups, lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, fused=fused)
 

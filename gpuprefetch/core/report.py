@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Protocol
 
 
@@ -30,6 +34,23 @@ def columns(rows: Iterable[Sequence[object]], right: Sequence[int] = ()) -> str:
     return "\n".join(form.format(*row).rstrip() for row in cells)
 
 
+def refuse_unwritable(picture: Path) -> None:
+    """Refuse a file that a picture cannot be written to, before the work that makes the picture."""
+    from PIL import Image
+
+    if picture.is_dir():
+        raise ValueError(f"{picture} is a folder. Name a file in it: {picture / 'preview.png'}")
+    if picture.suffix.lower() not in Image.registered_extensions():
+        raise ValueError(
+            f"{picture}: the ending of a picture's name says its format: write "
+            f"{picture.with_suffix('.png')}"
+        )
+    if not picture.parent.is_dir():
+        raise ValueError(f"{picture.parent} is no folder to write {picture.name} to.")
+    if not os.access(picture if picture.exists() else picture.parent, os.W_OK):
+        raise ValueError(f"{picture} cannot be written: the permissions do not allow it.")
+
+
 def versions() -> dict[str, str]:
     """The versions of what a result may depend on, as far as it is installed."""
     found = {}
@@ -49,22 +70,39 @@ class Bar(Protocol):
     def set_description_str(self, text: str) -> object: ...
 
 
-class _Silent:
-    def __init__(self, total: int) -> None:
+class Lines:
+    """A line on stderr where some seconds have passed since the last one: for logs."""
+
+    EVERY = 10.0  # seconds
+
+    def __init__(self, name: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.total = total
+        self._text = name
+        self._done = 0
+        self._clock = clock
+        self._told = clock()
 
-    def update(self, count: int = 1) -> None: ...
+    def update(self, count: int = 1) -> None:
+        self._done += count
+        now = self._clock()
+        if now - self._told >= self.EVERY:
+            self._told = now
+            print(f"{self._text}: {self._done} of {self.total}", file=sys.stderr, flush=True)
 
-    def set_description_str(self, text: str) -> None: ...
+    def set_description_str(self, text: str) -> None:
+        self._text = text
+        self.update(0)
 
 
 @contextlib.contextmanager
 def progress(name: str, total: int) -> Iterator[Bar]:
-    """A bar on a terminal, where tqdm is installed."""
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
-    except ImportError:
-        yield _Silent(total)
-    else:
-        with tqdm(total=total, desc=name, disable=None) as bar:
-            yield bar
+    """A bar on a terminal where tqdm is installed, and lines elsewhere."""
+    tqdm = None
+    if sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore,no-redef]
+    if tqdm is None:
+        yield Lines(name, total)
+        return
+    with tqdm(total=total, desc=name) as bar:
+        yield bar

@@ -407,6 +407,11 @@ class Progress:
         self.epoch += 1
         return self.epoch - 1, self._latest
 
+    def next_epoch(self, loader: Loader) -> int:
+        """The number that the next epoch will have."""
+        number, _ = self.copied().begin(loader)
+        return number
+
     def began(self, place: Place) -> None:
         """Follow an epoch, which stands at ``place`` from here on."""
         self.place = place

@@ -35,11 +35,8 @@ _PASS = frozenset(
 STANDS_ASIDE = "_stands_aside"
 
 
-class _Faults(threading.local):
-    """The messages of all :class:`UndecodedError` of this thread, also of those that are caught.
-
-    A dataset that catches the error of one sample, and gives another sample, must not go unnoticed.
-    """
+class Messages(threading.local):
+    """Messages of this thread to whoever notes them."""
 
     def __init__(self) -> None:
         self.messages: list[str] | None = None  # None while nobody notes them
@@ -56,7 +53,9 @@ class _Faults(threading.local):
             self.messages.append(message)
 
 
-faults = _Faults()
+# Of all UndecodedErrors, also of those that are caught. A dataset that catches the error of one
+# sample, and gives another sample, must not go unnoticed.
+faults = Messages()
 
 
 class UndecodedError(AttributeError, TypeError):
@@ -96,6 +95,10 @@ class Encoded(metaclass=_NotDecoded):
             f"{_WHERE}"
         )
 
+    def _become_real(self) -> bool:
+        """Become a picture, for a module; whether this is one now."""
+        return False
+
 
 def is_marked(leaf: object) -> bool:
     return isinstance(leaf, Encoded)
@@ -127,12 +130,12 @@ def end_reading() -> None:
 
 def _refuse(module: torch.nn.Module, args: tuple[object, ...]) -> None:
     # Keyword arguments are not seen: torchvision's v2 modules take none, others fail on them.
-    if torch.compiler.is_compiling() or not select(args, is_marked):
+    if torch.compiler.is_compiling() or STANDS_ASIDE in vars(type(module)):
+        return
+    if all(leaf._become_real() for leaf in select(args, is_marked)):
         return
     kind = type(module)
     if kind is torch.nn.Sequential or (kind.__name__ in _PASS and _is_of_v2(kind)):
-        return
-    if STANDS_ASIDE in vars(kind):
         return
     raise UndecodedError(
         f"{kind.__name__} was called with an encoded image, which it would return unchanged. "

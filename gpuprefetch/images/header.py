@@ -19,6 +19,7 @@ import torch
 
 from gpuprefetch.images.host_memory import has_room, lacks_memory
 from gpuprefetch.images.jpeg import JPEG, Span, exif_spans, read_jpeg
+from gpuprefetch.images.ppm import decode_ppm, read_ppm
 
 # Scans that a JPEG of the most pixels may have. A decoder goes over the whole picture for each
 # scan, even for one of 12 bytes, at 35 ns a block of 64 pixels: 2 seconds for 16 scans.
@@ -71,7 +72,7 @@ def read_header(data: bytes | memoryview, *, oriented: bool = True) -> ImageHead
     data = bytes(data)
     try:
         header = _read(data, oriented)
-        if header.format == "jpeg":
+        if header.format == "jpeg" or read_ppm(data) is not None:
             _warn_of_size(header)
     except (IndexError, struct.error) as error:
         raise ValueError(f"broken or truncated header, in a file of {len(data)} bytes") from error
@@ -183,6 +184,8 @@ def decode_cpu(
     header = header or read_header(data, oriented=apply_exif)
     if header.format == "jpeg" and divisor == 1 and not header.damaged:
         image = _decode_jpeg(data, header)
+    elif (ppm := read_ppm(data)) is not None:
+        image = torch.from_numpy(decode_ppm(data, ppm)).permute(2, 0, 1)
     else:
         image = _decode_other(data, divisor)
     if image.shape != (3, -(-header.height // divisor), -(-header.width // divisor)):
@@ -279,6 +282,8 @@ def _forgiven() -> Iterator[None]:
 
 
 def _read(data: bytes, oriented: bool) -> ImageHeader:
+    if (ppm := read_ppm(data)) is not None:
+        return ImageHeader("ppm", ppm.height, ppm.width)
     if not data.startswith(JPEG):
         return _read_other(data, oriented)
     try:

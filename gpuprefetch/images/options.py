@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import NoReturn
+from typing import Literal, NoReturn, TypeAlias, TypedDict
 
 import torch
 
@@ -15,20 +15,43 @@ from gpuprefetch.lists.views import Views
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.reference import FLOAT_DTYPES
 
+DecoderName: TypeAlias = Literal["auto", "nvjpeg", "torchvision", "cpu"]
+OnError: TypeAlias = Literal["raise", "skip", "replace"] | Callable[[BadImage], object]
+
+
+class Keywords(TypedDict, total=False):
+    """The keyword arguments of a DataPrefetcher, for functions that pass them on.
+
+    Type checkers and editors know the names and the values by it.
+    """
+
+    device: torch.device | str | int | None
+    transforms: Sequence[Transform] | Views | Transform | None
+    dtype: torch.dtype | None
+    memory_format: torch.memory_format | None
+    device_prefetch_size: int | None
+    decoder: DecoderName | ImageDecoder
+    apply_exif: bool
+    cpu_share: float | Literal["auto"]
+    seed: int | None
+    on_error: OnError
+    max_bad: int | None
+    memory_budget: str | int | None
+
 
 @dataclass(frozen=True)
 class Options:
     """See :class:`gpuprefetch.DataPrefetcher`, whose arguments have the same names and order."""
 
-    transforms: Sequence[Transform] | Views | None = None
+    transforms: Sequence[Transform] | Views | Transform | None = None
     dtype: torch.dtype | None = None
     memory_format: torch.memory_format | None = None
     device_prefetch_size: int | None = None
-    decoder: str | ImageDecoder = "auto"
+    decoder: DecoderName | ImageDecoder = "auto"
     apply_exif: bool = False
-    cpu_share: float | str = "auto"
+    cpu_share: float | Literal["auto"] = "auto"
     seed: int | None = None
-    on_error: str | Callable[[BadImage], object] = "raise"
+    on_error: OnError = "raise"
     max_bad: int | None = None
     memory_budget: str | int | None = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,18 +11,16 @@ from gpuprefetch.core.loaders import TorchLoader, in_order
 from gpuprefetch.core.nested import Batch, Loader
 from gpuprefetch.core.ranks import Ranks, sampling_rank
 from gpuprefetch.core.samplers import Key
-from gpuprefetch.core.stats import Stats
-from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
-from gpuprefetch.images.collate import HostStage, announce, encoded_leaves
+from gpuprefetch.images.collate import encoded_leaves
 from gpuprefetch.images.loading import has_keys
 from gpuprefetch.images.notes import Noted, Notes
+from gpuprefetch.images.once import apart_from_epochs, carry_out, collated, read_samples
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.prepared import PreparedImages
 from gpuprefetch.images.samples import Origin
 from gpuprefetch.images.stage import Pipeline
-from gpuprefetch.images.tolerance import Tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +67,18 @@ def replay(loader: TorchLoader, pipeline: Pipeline, notes: Notes, index: Key, re
     images = encoded_leaves(batch)
     row = _row_of(sample.position, len(sample.batch.keys), images)
     on_error = pipeline.tolerance.on_error
-    stats = Stats()
-    pipeline = pipeline.for_epoch(
-        packer=packer,
-        tolerance=Tolerance(on_error if isinstance(on_error, str) else "skip", None, stats),
-        decoding=pipeline.decoding.anew(stats=stats),
-        stats=stats,
-        balancer=None,
-        notes=Notes(),
+    stage = apart_from_epochs(
+        pipeline,
+        packer,
+        on_error if isinstance(on_error, str) else "skip",
         ranks=Ranks(notes.rank),
         only=row,
     )
-    cuda = pipeline.device.type == "cuda"
-    with own_modes(pipeline.device), torch.cuda.device(pipeline.device) if cuda else nullcontext():
-        cost = pipeline.cost(batch)
-        result = pipeline.run(batch, sample.batch.number, notes.place.epoch, cost)
-        for leaf in images:
-            if row in leaf.errors:
-                bad = BadImage(index, leaf.who.paths[row], leaf.errors[row])
-                raise BadImageError(f"no model has seen it: {bad}")
-        if cuda:
-            torch.cuda.current_stream().synchronize()  # until the decoder has read the buffer
+    result = carry_out(stage, batch, sample.batch.number, notes.place.epoch)
+    for leaf in images:
+        if row in leaf.errors:
+            bad = BadImage(index, leaf.who.paths[row], leaf.errors[row])
+            raise BadImageError(f"no model has seen it: {bad}")
     return result
 
 
@@ -113,12 +101,7 @@ def _packer_of(loader: TorchLoader, pipeline: Pipeline, notes: Notes, number: in
 
 def _read(loader: TorchLoader, packer: Packer, held: Noted) -> Batch:
     """Read the samples of a batch here, and collate them."""
-    indices = list(held.keys)
-    fetch = getattr(loader.dataset, "__getitems__", None)  # which torch's fetcher prefers
-    samples = fetch(indices) if fetch else [loader.dataset[i] for i in indices]
-    collate = HostStage(loader.collate_fn, packer)
-    announce(None, collate.token, held.names, held.repeats)
-    batch = collate(samples)
+    batch = collated(loader, packer, read_samples(loader.dataset, held.keys), held)
     if isinstance(batch, Apart):
         raise ValueError("a sample cannot be told apart after a collate_fn that mixes them.")
     return batch

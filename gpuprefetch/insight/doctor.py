@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from torch.utils.data import DataLoader
 
 from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.nested import Batch, Loader, tensors, to_device
-from gpuprefetch.core.report import Bar, Printed, columns, progress
+from gpuprefetch.core.report import Bar as Progress
+from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.core.streams import throttle
 from gpuprefetch.images.share import usable_cores
 from gpuprefetch.images.stage import count_images
+from gpuprefetch.insight.bars import Bar, Part, draw_bars
 from gpuprefetch.insight.costs import costs
 from gpuprefetch.insight.probe import Workers, endless, probe
 from gpuprefetch.migrate.accelerate import accelerate
@@ -102,6 +105,8 @@ class DoctorReport(Printed):
         ceiling: images/s of the step on one resident batch.
         changes: the setting that helps most, if one does. Call doctor again after the change.
         tried: the other settings, best first.
+        moved: the diagnosis of ``accelerate(loader)`` with the same step; None if ``loader`` is a
+            prefetcher, if that was not to be tried, or could not be.
         notes: what decodes, what the transforms cost, bad files, and what could not be tried.
         where: loader, device and cores.
         cores: that this process may use.
@@ -111,6 +116,7 @@ class DoctorReport(Printed):
     ceiling: float
     changes: list[Change]
     tried: list[Change]
+    moved: Diagnosis | None
     notes: list[str]
     where: str
     cores: int
@@ -126,26 +132,75 @@ class DoctorReport(Printed):
 
     def __str__(self) -> str:
         found = self.found
-        waits = f"{found.wait_ms:,.1f} of them waiting for the loader"
-        share = found.images_per_second / self.ceiling
-        rows = [
-            ("the loop", _rate(found), f"images/s, {share:.0%} of the ceiling"),
-            ("the ceiling", f"{self.ceiling:,.0f}", "images/s, the step on one resident batch"),
-            ("the loader", f"{found.loader_images_per_second:,.0f}", "images/s, without a step"),
-            ("a step", f"{found.step_ms:,.1f}", f"ms, {waits}"),
-            ("a copy", f"{found.copy_ms:,.1f}", "ms to the device"),
-            ("idle", f"{found.reading_share:.0%}", "of the workers' time, without a step"),
-            *((f"change {c.setting}", _rate(c), f"images/s, {c.gain:.2f} x") for c in self.changes),
-            *((f"tried {c.setting}", _rate(c), f"images/s, {c.gain:.2f} x") for c in self.tried),
+        sides = [found] if self.moved is None else [found, self.moved]
+
+        def row(name: str, unit: str, form: Callable[[Diagnosis], str]) -> list[str]:
+            return [name, *map(form, sides), unit]
+
+        rows = [] if self.moved is None else [["", "as it is", "accelerate", ""]]
+        rows += [
+            row("the loop", "images/s", _rate),
+            row(
+                "its share",
+                f"of the ceiling of {self.ceiling:,.0f} images/s, the step on one resident batch",
+                lambda side: f"{side.images_per_second / self.ceiling:.0%}",
+            ),
+            row(
+                "the loader",
+                "images/s, without a step",
+                lambda side: f"{side.loader_images_per_second:,.0f}",
+            ),
+            row("a step", "ms", lambda side: f"{side.step_ms:,.1f}"),
+            row("waiting", "ms of it for the loader", lambda side: f"{side.wait_ms:,.1f}"),
+            row("a copy", "ms to the device", lambda side: f"{side.copy_ms:,.1f}"),
+            row(
+                "idle",
+                "of the workers' time, without a step",
+                lambda side: f"{side.reading_share:.0%}",
+            ),
         ]
+        empty = [""] * (len(sides) - 1)
+        for word, changes in (("change", self.changes), ("tried", self.tried)):
+            for each in changes:
+                name = f"{word} {each.setting}"
+                rows.append([name, _rate(each), *empty, f"images/s, {each.gain:.2f} x"])
         end = []
         if not self.changes and found.bound != "model":
             tried = "no change that was tried helps" if self.tried else "no change was tried"
             end = [f"{tried}; {BOUNDS[found.bound][1]}"]
         verdict = BOUNDS[found.bound][0].format(cores=self.cores)
         lines = [f"gpuprefetch doctor: {self.where}", f"verdict: {verdict}"]
-        lines += [columns(rows, right=[1]), *end, *(f"note: {note}" for note in self.notes)]
+        lines += [
+            columns(rows, right=range(1, len(sides) + 1)),
+            *end,
+            *(f"note: {note}" for note in self.notes),
+        ]
         return "\n".join(lines)
+
+    def picture(self, path: str | Path) -> None:
+        """Save where the time of a batch goes, in the loop's thread and in the workers."""
+        sides = {"as it is": self.found}
+        if self.moved is not None:
+            sides["accelerate"] = self.moved
+        bars = [bar for name, side in sides.items() for bar in self._bars(name, side)]
+        verdict = BOUNDS[self.bound][0].format(cores=self.cores)
+        draw_bars([self.where, verdict], bars).save(path)
+
+    def _bars(self, name: str, side: Diagnosis) -> Iterator[Bar]:
+        images = side.images_per_second * side.step_ms / 1000  # of a batch
+        alone = 1000 * images / self.ceiling
+        computing = side.step_ms - side.wait_ms
+        slower = max(computing - alone, 0.0)
+        parts = [
+            Part("waiting for the loader", side.wait_ms, "#ff9500"),
+            Part("the step", computing - slower, "#34c759"),
+            Part("the step, slower than alone", slower, "#a0a0a0"),
+        ]
+        yield Bar(f"the loop, {name}", parts)
+        loading = 1000 * images / side.loader_images_per_second
+        idle = side.reading_share * loading
+        parts = [Part("busy", loading - idle, "#0a84ff"), Part("idle", idle, "#d0d0d0")]
+        yield Bar(f"the workers without a step, {name}", parts)
 
 
 def _rate(measured: Diagnosis | Change) -> str:
@@ -162,15 +217,17 @@ def doctor(
 ) -> DoctorReport:
     """Say what a training loop is bound by, and which setting to change.
 
-    This needs 4 to 8 times ``seconds``, and starts the loader's workers as often. Progress goes to
-    stderr. Meanwhile the model is trained, and samplers advance.
+    A ``DataLoader`` over image files is also measured as ``accelerate`` moves it, in a second
+    column. All of it needs 6 to 10 times ``seconds``, and starts the loader's workers as often.
+    Progress goes to stderr: a bar, or a line every ten seconds where there is no terminal.
+    Meanwhile the model is trained, and samplers advance.
 
     Args:
         loader: a ``DataLoader`` or a :class:`DataPrefetcher`; left as it is.
         step: one training step; it is called with a batch whose tensors are on the device.
         device: as for :class:`DataPrefetcher`; a prefetcher's own by default.
         seconds: length of each measurement.
-        tune: whether to try other settings.
+        tune: whether to try other settings, and ``accelerate``.
 
     Returns:
         The report: ``print`` it, or read ``bound`` and ``changes``.
@@ -281,36 +338,52 @@ class _Clinic:
     step: Step
     device: torch.device
     seconds: float
-    bar: Bar
+    bar: Progress
     notes: list[str] = field(default_factory=list)
 
     def examine(self, loader: Loader, tune: bool) -> DoctorReport:
         probed = probe(loader)
-        kind = "DataLoader"
-        stats = None
         alone = self.run("the loader", probed, None)
         ceiling = self.run("the step", [to_device(alone.batch, self.device)], self.step)
         loop = self.run("the loop", probe(loader), self.step)
-        copying = self._copy_seconds(alone.batch)
+        found = self._diagnose(probed, alone, ceiling, loop)
+        kind = "DataLoader"
         if isinstance(loader, DataPrefetcher):
             kind = "DataPrefetcher"
-            stats = probed.stats.as_dict()
             bad = sorted({image.path or f"sample {image.index}" for image in probed.bad_images})
             if bad:
                 self.notes.append(f"{len(bad)} bad files, such as {', '.join(bad[:NAMED])}")
         count = count_images(alone.batch)
+        moved = self._move(loader, ceiling) if tune else None
+        tried = self._try(loader, found) if tune else []
+        if moved is not None:
+            gain = moved.images_per_second / found.images_per_second
+            tried.append(Change("accelerate(loader)", moved.images_per_second, gain))
+            tried.sort(key=lambda change: -change.gain)
+        self._note(loader, found, count)
         workers = loader.num_workers
         cores = usable_cores()
+        where = f"{kind}, batches of {count}, {workers} worker{'s' * (workers != 1)}, "
+        where += f"{self.device}, {cores} core{'s' * (cores != 1)}"
+        helps = int(bool(tried) and tried[0].gain >= SMALL)
+        return DoctorReport(
+            found, ceiling.rate, tried[:helps], tried[helps:], moved, self.notes, where, cores
+        )
+
+    def _diagnose(self, probed: Loader, alone: Run, ceiling: Run, loop: Run) -> Diagnosis:
+        """What was measured of a loader: ``probed`` is the copy that ran alone."""
+        stats = probed.stats.as_dict() if isinstance(probed, DataPrefetcher) else None
+        copying = self._copy_seconds(alone.batch)
         bound = bound_of(
             alone,
             ceiling,
             loop,
             copying=copying,
-            workers=workers,
+            workers=probed.num_workers,
             cuda=self.device.type == "cuda",
             stats=stats,
         )
-        found = Diagnosis(
+        return Diagnosis(
             bound,
             images_per_second=loop.rate,
             loader_images_per_second=alone.rate,
@@ -319,14 +392,22 @@ class _Clinic:
             copy_ms=1000 * copying,
             reading_share=alone.reading,
         )
-        tried = self._try(loader, found) if tune else []
-        self._note(loader, found, count)
-        where = f"{kind}, batches of {count}, {workers} worker{'s' * (workers != 1)}, "
-        where += f"{self.device}, {cores} core{'s' * (cores != 1)}"
-        helps = int(bool(tried) and tried[0].gain >= SMALL)
-        return DoctorReport(
-            found, ceiling.rate, tried[:helps], tried[helps:], self.notes, where, cores
-        )
+
+    def _move(self, loader: Loader, ceiling: Run) -> Diagnosis | None:
+        """The diagnosis of a plain loader that ``accelerate`` has moved."""
+        if isinstance(loader, DataPrefetcher):
+            return None
+        try:
+            plain = probe(loader, pin_memory=self.device.type == "cuda")
+            moved = accelerate(plain, print_plan=False, device=self.device)
+            self.bar.total += 2
+            probed = probe(moved)
+            alone = self.run("accelerate, the loader", probed, None)
+            loop = self.run("accelerate, the loop", probe(moved), self.step)
+        except (TypeError, UnsupportedTransformError, torch.OutOfMemoryError) as error:
+            self.notes.append(f"accelerate(loader) could not be tried: {error}")
+            return None
+        return self._diagnose(probed, alone, ceiling, loop)
 
     def run(self, what: str, batches: Iterable[Batch], step: Step | None) -> Run:
         """Take batches for some seconds, after a warm-up that every worker has its part in."""
@@ -366,6 +447,7 @@ class _Clinic:
         started = time.perf_counter()
         while not enough(taken.steps, time.perf_counter() - started):
             throttle(queued, self.device)
+            self.bar.update(0)  # it may be time for a line
             asked = time.perf_counter()
             latest = next(batches)
             taken.add(latest, time.perf_counter() - asked)
@@ -433,9 +515,6 @@ def _candidates(
         yield setting("num_workers", cores)
     if bound == "cores" and workers > 1:
         yield setting("num_workers", max(min(workers, cores) // 2, 1))
-    if bound in ("CPU decode", "cores") and plain and device.type == "cuda":
-        moved = probe(loader, pin_memory=True)
-        yield "accelerate(loader)", partial(accelerate, moved, print_plan=False, device=device)
     if bound in ("transfer", "GPU decode") and not loader.pin_memory:
         yield setting("pin_memory", True)
     elif bound == "transfer" and plain:

@@ -7,6 +7,8 @@ does to one picture says nothing of the next.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 
 from gpuprefetch.lists.code import is_written_as
 from gpuprefetch.policies.known import name_of
-from gpuprefetch.policies.registry import LibraryOp
+from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.policies.timm import is_timm
 
 if TYPE_CHECKING:
@@ -44,6 +46,41 @@ def makes_rgb(op: LibraryOp) -> bool:
 def makes_picture(op: LibraryOp) -> bool:
     """Whether an op makes an RGB picture of the pixels of one."""
     return name_of(op) == "ToPILImage" and op.mode in (None, "RGB")
+
+
+class Modes(Enum):
+    """The PIL modes of pictures that a pipeline gives three channels, as those of RGB."""
+
+    RGB = "RGB alone"
+    GRAY = "RGB and L"
+    ANY = "all"
+
+    def take(self, mode: str) -> bool:
+        return self is Modes.ANY or mode == "RGB" or (self is Modes.GRAY and mode == "L")
+
+
+def modes_for(pipeline: Sequence[LibraryOp]) -> Modes:
+    """The modes that a pipeline takes where its images are decoded to RGB before the first op.
+
+    Example:
+        ============================================  ====
+        ``[v2.RGB(), v2.Resize(28)]``                 ANY
+        ``[v2.Resize(28), v2.RGB()]``                 GRAY
+        ``[v2.Resize(28), v2.Grayscale(3)]``          GRAY
+        ``[v2.Resize(28), v2.ToTensor()]``            RGB
+        ============================================  ====
+
+        A gray picture is resized alike as RGB. One with a palette is not: its numbers are no
+        colors.
+    """
+    for position, op in enumerate(pipeline):
+        if makes_rgb(op):
+            return Modes.GRAY if position else Modes.ANY
+        if name_of(op) == "Grayscale" and op.num_output_channels == 3:
+            return Modes.GRAY
+        if name_of(op) is None or not has(op, Is.CROPS | Is.FLIPS):
+            break
+    return Modes.RGB
 
 
 def _converted(image: Image) -> Image:

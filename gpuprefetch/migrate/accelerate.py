@@ -1,7 +1,8 @@
-"""accelerate: a built DataLoader over image files, moved to the device in one call.
+"""accelerate: a built DataLoader over images, moved to the device in one call.
 
 The loader stays as it was built: sampler, workers, generator and all. Its workers read a view of
-its dataset that leaves files encoded, and its transforms go to the prefetcher.
+its dataset that leaves files encoded, and other pictures as they are, and its transforms go to the
+prefetcher.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch.utils.data import DataLoader, default_collate
@@ -21,6 +22,7 @@ from gpuprefetch.core.ranks import rank
 from gpuprefetch.images.apart import is_image
 from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.images.handed import to_iterate
+from gpuprefetch.images.options import Keywords
 from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.refused import gives_size
 from gpuprefetch.lists.snapshot import Snapshot
@@ -39,6 +41,7 @@ from gpuprefetch.migrate.folders import (
     refuse_under_way,
 )
 from gpuprefetch.migrate.stand_ins import TWO_WAYS
+from gpuprefetch.migrate.taken import opened
 from gpuprefetch.migrate.traced import Chain, LeftTraced, name_of_chain
 from gpuprefetch.policies.known import UnsupportedTransformError, flatten, title
 from gpuprefetch.policies.per_image import Cast, Transform
@@ -51,16 +54,20 @@ def accelerate(
     *,
     keep_unknown: bool = False,
     print_plan: bool = True,
-    **prefetcher_options: Any,
+    **prefetcher_options: Unpack[Keywords],
 ) -> DataPrefetcher:
-    """Move a loader over image files to the device: decode, augmentation and all.
+    """Move a loader over images to the device: the decode of files, augmentation and all.
 
     Args:
-        loader: over a dataset of any class that opens files by ``self.loader`` or
-            ``PIL.Image.open``, and gives each picture as RGB to its ``transform``, a v1, v2 or
-            timm pipeline: torchvision's and timm's datasets, your own, and datasets around these,
-            such as ``Subset``, ``ConcatDataset`` and classes with a transform for a split. It is
-            left alone.
+        loader: over a dataset of any class that gives pictures to its ``transform``, a v1, v2 or
+            timm pipeline, and returns what that gives: torchvision's and timm's datasets, your own,
+            and datasets around these, such as ``Subset``, ``ConcatDataset`` and classes with a
+            transform for a split. Files that ``self.loader`` or ``PIL.Image.open`` opens, and that
+            reach the transform as they are, are decoded by the prefetcher. Other pictures are
+            decoded by the dataset, in the workers: PIL images, uint8 arrays ``(H, W, 3)`` for a
+            pipeline that begins with ``ToTensor`` or ``ToImage``, and whatever a ``ToPILImage`` at
+            its beginning takes. The pipeline must make three channels of each. The loader is left
+            alone.
         keep_unknown: whether ops that no library knows, and others that cannot move, stay in the
             workers, with all ops before them and up to the crop. The workers then decode every file
             themselves. By default such an op runs on the device, image by image, where it gets
@@ -77,9 +84,9 @@ def accelerate(
         workers.
 
     Raises:
-        TypeError: for a loader or dataset that is none of these. A sample whose picture is changed
-            before its transform or after it, or is no file, raises it here if it is the first one,
-            and else when it is read; the message names the sample.
+        TypeError: for a loader or dataset that is none of these. A sample whose image is changed
+            after its transform, or whose transform gets no such picture, raises it here if it is
+            the first one, and else when it is read; the message names the sample.
         UnsupportedTransformError: for an op that cannot move, with what to do.
 
     Example:
@@ -94,20 +101,22 @@ def accelerate(
         traced = None if keep_unknown else _traced_of(loader.dataset, pipeline, folders)
         lists = traced.lists() if traced else [pipeline]
         view = encoded_view(loader.dataset, traced or pipeline, folders)
-        plans = [convert(ops, pictures=True, takes_own=not keep_unknown) for ops in lists]
+        plans = [_plan_of(ops, takes_own=not keep_unknown) for ops in lists]
         split = _Split([], plans, is_whole=False, traced=traced)
         if keep_unknown and loader.collate_fn is not default_collate:
             _refuse_any_size(pipeline)
         objects = traced.objects if traced else ()
-        count = check_sample(view, loader.dataset, encoded=True, needed=True, objects=objects)
+        checked = check_sample(view, loader.dataset, encoded=True, needed=True, objects=objects)
+        split = replace(split, decoder=checked.decoder)
     except (UnsupportedTransformError, UndecodedError):
         if not keep_unknown:
             raise
         split = _split_late(pipeline, picture_of(loader.dataset))
         device_transforms = split.moves or _asks_for_transforms(prefetcher_options)
         view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
-        count = check_sample(view, loader.dataset, encoded=False, needed=split.moves)
+        checked = check_sample(view, loader.dataset, encoded=False, needed=split.moves)
     device_transforms = split.moves or _asks_for_transforms(prefetcher_options)
+    count = checked.images
     if not split.decodes_on_device and device_transforms and count > 1:
         raise TypeError(
             f"A sample holds {count} tensors of three dimensions, and with keep_unknown=True it is "
@@ -126,8 +135,16 @@ def accelerate(
     return prefetcher
 
 
-def _asks_for_transforms(options: dict[str, Any]) -> bool:
-    return any(options.get(name) for name in ("transforms", "dtype", "memory_format"))
+def _asks_for_transforms(options: Keywords) -> bool:
+    asked = (options.get("transforms"), options.get("dtype"), options.get("memory_format"))
+    return any(asked)
+
+
+def _plan_of(pipeline: list[Transform], *, takes_own: bool) -> Plan:
+    """The plan of a pipeline that moves as a whole; the workers run a ``ToPILImage`` before it."""
+    first, rest = opened(pipeline)
+    plan = convert(rest, pictures=True, takes_own=takes_own)
+    return plan if first is None else replace(plan, steps=[*_kept_steps([first]), *plan.steps])
 
 
 def _traced_of(
@@ -174,6 +191,7 @@ class _Split:
     plans: list[Plan]  # of all ops of each view; their transforms are for the device
     is_whole: bool  # whether the workers run the whole pipeline
     traced: LeftTraced | None = None  # what calls the pipelines of several views
+    decoder: str = ""  # who decodes in place of the prefetcher, in words; empty for files
 
     @property
     def moves(self) -> bool:
@@ -240,7 +258,7 @@ class Accelerated(DataPrefetcher):
         self,
         loader: DataLoader[Any],
         split: _Split,
-        options: dict[str, Any],
+        options: Keywords,
         *,
         view: Any,
         late: bool,
@@ -250,7 +268,7 @@ class Accelerated(DataPrefetcher):
         lists = [[*plan.transforms, *_listed(added)] for plan in split.plans]
         if any(not each or read_for_tensors(each).tail for each in lists):
             options = _with_cast(options, lists)
-        options = options | {"transforms": Views(*lists) if len(lists) > 1 else lists[0]}
+        options = {**options, "transforms": Views(*lists) if len(lists) > 1 else lists[0]}
         self._late = late
         super().__init__(changed(loader, dataset=view), **options)
         running = [*split.kept, *self._running_ops()]
@@ -321,7 +339,15 @@ class Accelerated(DataPrefetcher):
         lines.append(f"  collate: {collate}")
         return "\n".join(lines)
 
+    @property
+    def decoding(self) -> str:
+        """What decodes the images, in words."""
+        return self._moved.split.decoder or super().decoding
+
     def _device_and_decoder(self) -> str:
+        if decoder := self._moved.split.decoder:
+            where = "the CPU" if self.device.type == "cpu" else str(self.device)
+            return f"decode by {decoder}; then on {where}"
         if self.device.type == "cpu":
             why = "device='cpu'" if torch.cuda.is_available() else "no CUDA device found"
             return f"{why}: everything on the CPU"
@@ -343,12 +369,12 @@ def _listed(transforms: Any) -> list[Transform]:
     return [transforms] if transforms else []
 
 
-def _with_cast(options: dict[str, Any], lists: Sequence[list[Transform]]) -> dict[str, Any]:
+def _with_cast(options: Keywords, lists: Sequence[list[Transform]]) -> Keywords:
     """Options without ``dtype`` and ``memory_format``: each of the lists ends in that cast.
 
     Values must not be rounded to bfloat16 between the fused launch and the ops after it.
     """
-    options = dict(options)
+    options = options.copy()
     cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
     if cast.dtype or cast.memory_format:
         for each in lists:

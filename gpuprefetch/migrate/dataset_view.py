@@ -100,30 +100,22 @@ def datasets_in(dataset: Dataset) -> Iterator[Dataset]:
         yield from datasets_in(each)
 
 
-def view_of(dataset: Dataset, transform: Transform | None, *, any_mode: bool = False) -> Dataset:
-    """``dataset`` with its state and another transform; None leaves its files encoded.
-
-    So does a :class:`LeftEncoded` itself. ``any_mode`` says that the transform that stays away
-    makes RGB of any picture.
-    """
+def view_of(dataset: Dataset, transform: Transform) -> Dataset:
+    """``dataset`` with its state and another transform; a LeftEncoded leaves files encoded."""
     own = transform_in(dataset)
-    encoded = transform is None or isinstance(transform, LeftEncoded)
+    encoded = isinstance(transform, LeftEncoded)
     if not own:
-        return _view(dataset, _views_within(dataset, transform, any_mode), encoded=encoded)
-    # A dataset may call its transform without asking whether there is one.
-    stands = LeftEncoded(any_mode=any_mode) if transform is None else transform
-    instead: dict[str, object] = {own: stands} | _joint(dataset, stands)
+        return _view(dataset, _views_within(dataset, transform), encoded=encoded)
+    instead: dict[str, object] = {own: transform} | _joint(dataset, transform)
     if encoded:
         instead |= _readers(dataset)
     return _view(dataset, instead, encoded=encoded)
 
 
-def _views_within(
-    dataset: Dataset, transform: Transform | None, any_mode: bool
-) -> dict[str, object]:
+def _views_within(dataset: Dataset, transform: Transform) -> dict[str, object]:
     instead: dict[str, object] = {}
     for name, held in within(dataset).items():
-        views = [view_of(each, transform, any_mode=any_mode) for each in held]
+        views = [view_of(each, transform) for each in held]
         value = getattr(dataset, name)
         instead[name] = views[0] if isinstance(value, TorchDataset) else type(value)(views)
     return instead
@@ -186,7 +178,7 @@ def _view(dataset: Dataset, instead: dict[str, Any], *, encoded: bool) -> Datase
     def get(method: Any, view: Any, index: Any) -> Any:
         who = f"{kind.__name__}.{method.__name__}({index!r})"
         if encoded:
-            return read_sample(partial(method, view, index), who)
+            return read_sample(partial(method, view, index), who, index)
         sample = method(view, index)
         if fault := transformed_already(sample):
             raise UndecodedError(f"{who} {fault}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,6 @@ from gpuprefetch.images.guard import UndecodedError, end_reading, is_marked
 from gpuprefetch.images.walk import walk
 from gpuprefetch.lists.convert import convert_transforms
 from gpuprefetch.lists.processor import image_processor
-from gpuprefetch.lists.rgb import makes_rgb
 from gpuprefetch.migrate.dataset_view import (
     datasets_in,
     own_transform,
@@ -28,7 +28,8 @@ from gpuprefetch.migrate.dataset_view import (
     transform_in,
     view_of,
 )
-from gpuprefetch.migrate.stand_ins import AS_IT_IS, KEPT, TWO_WAYS, LeftEncoded
+from gpuprefetch.migrate.stand_ins import AS_IT_IS, KEPT, TWO_WAYS, LeftEncoded, decodes
+from gpuprefetch.migrate.taken import Takes
 from gpuprefetch.migrate.traced import Chain, LeftTraced
 from gpuprefetch.policies.known import UnsupportedTransformError, flatten
 from gpuprefetch.policies.per_image import Transform
@@ -206,7 +207,7 @@ def encoded_view(
     check_loaders(folders)
     if isinstance(pipeline, LeftEncoded):
         return view_of(dataset, pipeline)
-    return view_of(dataset, None, any_mode=bool(pipeline) and makes_rgb(pipeline[0]))
+    return view_of(dataset, LeftEncoded(Takes.of(pipeline)))
 
 
 def chains_of(dataset: Any, traced: LeftTraced, folders: Sequence[Folder]) -> list[Chain]:
@@ -283,9 +284,22 @@ class _Held(NamedTuple):
             items[:] = self.before
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What the first sample of a view shows.
+
+    Attributes:
+        images: how many it has; 1 for an empty dataset.
+        decoder: who has decoded them and why, in words; empty for files.
+    """
+
+    images: int = 1
+    decoder: str = ""
+
+
 def check_sample(
     view: Any, dataset: Any, *, encoded: bool, needed: bool, objects: Sequence[object] = ()
-) -> int:
+) -> Checked:
     """Read the first sample of a view, and refuse one that the device cannot take.
 
     Args:
@@ -294,16 +308,16 @@ def check_sample(
         objects: others that it is to leave so.
         encoded: whether the image must be encoded, as all transforms run on the device.
         needed: whether there must be an image, as some transform runs on the device.
-
-    Returns:
-        How many images the sample has; 1 for an empty dataset.
     """
     if not len(view):
-        return 1
+        return Checked()
     held = [each for part in [*datasets_in(dataset), *objects] for each in _Held.by(part)]
     name = type(view).__name__
     try:
-        sample, again = _read_twice(view)
+        with decodes as noted, _tried(view):
+            sample = view[0]
+            uses = [*noted]
+            again = view[0]
         image = image_of(sample)
         if needed and (image is None or (encoded and not isinstance(image, EncodedImage))):
             raise TypeError(f"{name}.__getitem__ gave no image. {TWO_WAYS}")
@@ -318,14 +332,19 @@ def check_sample(
             "they are, but a prefetcher moves them with their image. Return plain tensors: "
             "mask.as_subclass(torch.Tensor)."
         )
-    return len(select(sample, is_image))
+    count = len(select(sample, is_image))
+    if not (encoded and uses):
+        return Checked(count)
+    why = f"it {uses[0]}" if uses[0] else "its pictures are no files"
+    return Checked(count, f"the dataset, in the workers ({why})")
 
 
-def _read_twice(view: Any) -> tuple[Sample, Sample]:
-    """The first sample, and the same one once more."""
+@contextlib.contextmanager
+def _tried(view: Any) -> Iterator[None]:
+    """Read samples of a view on trial in this block."""
     try:
         with trial_draws():
-            return view[0], view[0]
+            yield
     except UndecodedError:
         raise  # it says more
     except (AttributeError, TypeError) as error:

@@ -1,7 +1,8 @@
 """parity: a torchvision pipeline and its converted list, side by side on the user's own files."""
 
+import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from torch.utils.data import DataLoader
 
 from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.images.apart import image_of
+from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.images.header import read_header
 from gpuprefetch.lists.walk import FUSED, Plan, convert
 from gpuprefetch.migrate.folders import (
     check_sample,
@@ -19,6 +22,7 @@ from gpuprefetch.migrate.folders import (
     folders_of,
     pipeline_of,
 )
+from gpuprefetch.migrate.taken import opened
 from gpuprefetch.policies.per_image import Cast, PerImage
 from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.prefetcher import DataPrefetcher
@@ -29,6 +33,9 @@ from gpuprefetch.transforms.sampling import Sampling
 KEPT = 4  # images, for the picture of a report
 ENHANCED = 8  # times the difference, in that picture
 LABEL = 14  # pixels, the height of its labels
+GROUP = 16  # images that are decoded together ...
+GROUP_PIXELS = 1 << 24  # ... of this many pixels at most, if there are several
+SLICE = 1 << 20  # values that are compared at a time: their levels stay in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +144,8 @@ def parity(
         raise ValueError(f"n is a number of images, at least 1, got {n!r}.")
     folders = folders_of(loader)
     pipeline = pipeline_of(folders)
-    plan = convert(pipeline, pictures=True)
+    _, ops = opened(pipeline)
+    plan = convert(ops, pictures=True)
     view = encoded_view(loader.dataset, pipeline, folders)
     check_sample(view, loader.dataset, encoded=True, needed=True)
     if not len(view):
@@ -146,8 +154,7 @@ def parity(
     found: list[list[tuple[float, ...]]] = []
     worst: list[_Pair] = []
     with progress("parity", len(indices)) as bar:
-        for start in range(0, len(indices), 16):
-            images = [image_of(view[int(index)]) for index in indices[start : start + 16]]
+        for images in _groups(image_of(view[int(index)]) for index in indices):
             # On the device by the prefetcher's own way, so that its decoder is compared as well.
             (batch,) = DataPrefetcher([images], device=device, cpu_share=0.0)
             for image, decoded in zip(images, batch, strict=True):
@@ -156,7 +163,9 @@ def parity(
                 seed = 1000 * (len(found) + 1)
                 picture = Image.open(io.BytesIO(image.data)).convert("RGB")
                 for old, alone, new in _walk(plan, picture, decoded, seed):
-                    differences.append(_difference(old, alone) + _difference(old, new))
+                    so_far = _difference(old, new)
+                    own = so_far if alone is new else _difference(old, alone)
+                    differences.append(own + so_far)
                 found.append(differences)
                 mean, most = _difference(old, new)
                 worst.append(_Pair(mean, image.path, most, old.levels(), new.levels()))
@@ -167,6 +176,24 @@ def parity(
     names = [("decode", ""), *((step.name, step.where) for step in plan.steps)]
     rows = [ParityRow(*name, *row) for name, row in zip(names, means.tolist(), strict=True)]
     return ParityReport(len(found), rows, worst)
+
+
+def _groups(images: Iterable[EncodedImage]) -> Iterator[list[EncodedImage]]:
+    """Images that are decoded together: a few, and of photos of many megapixels one or two."""
+    group: list[EncodedImage] = []
+    pixels = 0
+    for image in images:
+        own = 0
+        with contextlib.suppress(ValueError):  # a bad file, which the decoder names
+            header = read_header(image.data)
+            own = header.height * header.width
+        if group and (len(group) == GROUP or pixels + own > GROUP_PIXELS):
+            yield group
+            group = []
+            pixels = 0
+        group.append(image)
+        pixels += own
+    yield group
 
 
 # An image, as torchvision's ops take and give it.
@@ -184,13 +211,22 @@ class _State:
     slope: torch.Tensor | float | None = None  # None for that of the dtype: 255 or 1
     shift: torch.Tensor | float = 0.0
 
+    @property
+    def is_unscaled(self) -> bool:
+        """Whether the dtype alone says which levels the values are."""
+        return self.slope is None
+
     def levels(self) -> torch.Tensor:
-        values = _tensor(self.image).cpu()
+        return self.levels_of(_tensor(self.image).cpu())
+
+    def levels_of(self, values: torch.Tensor) -> torch.Tensor:
+        """The levels of some rows of the image."""
         slope = self.slope
         if slope is None:
             slope = 255.0 if values.is_floating_point() else 1.0
-        levels: torch.Tensor = values.float() * slope + self.shift
-        return levels
+        # PIL's pixels lie as (H, W, C): mixed with (C, H, W), each op would jump through memory.
+        floats = values.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        return floats.mul_(slope).add_(self.shift)
 
     def then(self, op: LibraryOp, image: _Image) -> "_State":
         """This side after torchvision's ``op``, or ours in its place, which made ``image``."""
@@ -216,8 +252,22 @@ def _tensor(image: _Image) -> torch.Tensor:
 
 
 def _difference(old: _State, new: _State) -> tuple[float, float]:
-    distance = (old.levels() - new.levels()).abs()
-    return float(distance.mean()), float(distance.max())
+    """The mean and the largest difference, in levels; a few rows of a large photo at a time."""
+    if old is new:
+        return 0.0, 0.0
+    one = _tensor(old.image).cpu()
+    other = _tensor(new.image).cpu()
+    comparable = old.is_unscaled and new.is_unscaled and one.dtype == other.dtype
+    if comparable and torch.equal(one, other):
+        return 0.0, 0.0
+    rows = max(SLICE // max(one[..., :1, :].numel(), 1), 1)
+    total = 0.0
+    most = 0.0
+    for some, others in zip(one.split(rows, -2), other.split(rows, -2), strict=True):
+        distance = old.levels_of(some).sub_(new.levels_of(others)).abs_()
+        total += float(distance.sum(dtype=torch.float64))
+        most = max(most, float(distance.max()))
+    return total / one.numel(), most
 
 
 def _walk(

@@ -1,15 +1,16 @@
 """What a dataset has in place of its pictures, while a view of it gives a sample.
 
 The code of a dataset may do anything with a picture before its transform and after it. So every
-sample must show that the transform got what was read, and that nothing touched what it gave::
+sample must show whether the transform got what was read, and that nothing touched what it gave::
 
     Image.open(path), self.loader(path)    a Picture, which says that it is a PIL image
     picture.convert("RGB")                 a Picture
     self.transform(picture)                a Result, which says that it is a tensor
     the sample that leaves the dataset     an EncodedImage
 
-A Picture that is used in another way becomes the real one, which the transform refuses. A Result
-cannot be used at all. An error that the dataset catches refuses the sample as well.
+A Picture that is used in another way stands for the real one, whose pixels the transform takes as
+they are at that moment, as it does of any real picture. A Result cannot be used at all. An error
+that the dataset catches refuses the sample as well.
 
 A Picture that the dataset keeps becomes the real one when the sample has left. Other code may get
 it then, and torchvision's v2 would return a stand-in as it is.
@@ -19,12 +20,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import operator
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
+import numpy as np
 import torch
 
 from gpuprefetch.core.nested import Sample, select
@@ -33,12 +36,16 @@ from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import read_image, read_open
 from gpuprefetch.images.guard import (
     Encoded,
+    Messages,
     UndecodedError,
     begin_reading,
     faults,
     is_marked,
 )
 from gpuprefetch.images.places import ViewPlace
+from gpuprefetch.images.ppm import to_ppm
+from gpuprefetch.lists.rgb import Modes
+from gpuprefetch.migrate.taken import BY_HAND, Takes
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -47,27 +54,23 @@ AS_IT_IS = (
     "The loader may also stay as it is: DataPrefetcher(loader) moves the batches that its workers "
     "make ahead of the loop."
 )
-_BY_HAND = "DataPrefetcher(loader, transforms=convert_transforms(transform))."
 TWO_WAYS = (
     "Two ways work. Let a folder apply the transform, and a Subset choose the samples: "
     "Subset(ImageFolder(root, transform), indices). Or let __getitem__ return "
     "EncodedImage(Path(path).read_bytes(), index, path) and apply no transform, and write "
-    f"{_BY_HAND}"
+    f"{BY_HAND}"
 )
 IN_WORKERS = "let the workers decode and call it: accelerate(loader, keep_unknown=True)."
-NO_FILES = (
-    "If its images are no files, as those of CIFAR10, let it give tensors, transform="
-    f"v2.PILToTensor(), and write {_BY_HAND} If it keeps pictures from before, let it keep their "
-    "files, kept = Path(path).read_bytes(), and open one in each call: "
-    'Image.open(io.BytesIO(kept)).convert("RGB").'
+NO_PICTURE = (
+    "It takes PIL images. If it begins with ToPILImage(), it takes what that takes, and if it "
+    "begins with ToTensor() or ToImage(), arrays (H, W, 3) of uint8. Let the dataset give tensors "
+    f"(C, H, W), apply no transform, and write {BY_HAND}"
 )
 KEPT = (
     "gave an image that it keeps from one call to the next, or has encoded itself. Here images are "
     "not transformed yet, and its own samples would not be either. Let it keep the "
     "bytes of files, and call its transform each time."
 )
-
-_INTO_TRANSFORM = "Put what changes a picture into the transform."
 
 
 # --- A picture, before the transform ---
@@ -90,7 +93,7 @@ class Picture(_Attributes, Encoded):
         self._file = file
         self._is_rgb = is_rgb
         self._real: Image.Image | None = None
-        self.touched = ""  # by which attribute
+        self.touched = ""  # by which attribute first
         _sample.opened(self)
 
     @property  # type: ignore[misc]
@@ -142,8 +145,6 @@ class Picture(_Attributes, Encoded):
         return self.copy()
 
     def __array__(self, *args: Any, **named: Any) -> Any:
-        import numpy as np
-
         self._changed("__array_interface__")
         return np.array(self._opened(), *args, **named)
 
@@ -155,14 +156,30 @@ class Picture(_Attributes, Encoded):
             self._real = real
         return self._real
 
-    def _changed(self, name: str) -> Any:
-        """An attribute of the real picture, which may change the picture or tell of its pixels."""
+    def __setattr__(self, name: str, value: object) -> None:
+        # PIL's functions that change a picture in place set its attributes.
+        if name in _OWN or not _has(self._opened(), name):
+            object.__setattr__(self, name, value)
+            return
+        setattr(self.as_read(), name, value)
+        self.touched = self.touched or name
+
+    def as_read(self) -> Image.Image:
+        """The real picture, as the dataset has it."""
         real = self._opened()
         if self._is_rgb and not self.touched:
             real = self._real = real.convert("RGB")
-        value = getattr(real, name)
-        self.touched = name
+        return real
+
+    def _changed(self, name: str) -> Any:
+        """An attribute of the real picture, which may change the picture or tell of its pixels."""
+        value = getattr(self.as_read(), name)
+        self.touched = self.touched or name
         return value
+
+    def _become_real(self) -> bool:
+        self.become_real()
+        return type(self) is not Picture
 
     def become_real(self) -> None:
         """Turn into the picture that this one stands for, wherever the dataset has put it."""
@@ -180,29 +197,36 @@ class Picture(_Attributes, Encoded):
     def name(self) -> str:
         return f"the picture {self._file.path!r}" if self._file.path else "a picture"
 
-    def left_encoded(self, *, any_mode: bool) -> EncodedImage:
-        """The file, if nothing has touched the picture.
+    @property
+    def use(self) -> str:
+        """What was done with the pixels, in words; empty if nothing was."""
+        return f"uses .{self.touched} of {self.name}" if self.touched else ""
 
-        ``any_mode`` says that the transform makes RGB of any picture; else it must be that.
-        """
-        if self.touched:
-            raise UndecodedError(
-                f"{self.name} is changed, or its pixels are read, before the transform gets it: "
-                f"by .{self.touched}. {_INTO_TRANSFORM}"
-            )
-        if not (self._is_rgb or any_mode or self._is_of_rgb()):
-            raise UndecodedError(
-                f"{self.name} is {self.mode!r} and not RGB, and reaches the transform so. "
-                'Write Image.open(path).convert("RGB").'
-            )
+    def left_encoded(self, takes: Takes) -> EncodedImage:
+        """The file, of a picture that nothing has touched."""
+        if takes.modes is not Modes.ANY:
+            takes.refuse_mode(self._mode_of_pixels(), self.name)
         return self._file
 
-    def _is_of_rgb(self) -> bool:
-        """Whether its pixels are RGB as they are; a file that PIL cannot open fails in decode."""
+    @property
+    def path(self) -> str:
+        return self._file.path
+
+    def _mode_of_pixels(self) -> str:
+        """The mode; that of a file that PIL cannot open counts as RGB, as it fails in decode."""
         try:
-            return self.mode == "RGB"
+            return self.mode
         except (OSError, ValueError, SyntaxError):
-            return True
+            return "RGB"
+
+
+def _has(picture: Image.Image, name: str) -> bool:
+    """Whether a picture has an attribute, which is not read: its pixels may not be there yet."""
+    return name in vars(picture) or hasattr(type(picture), name)
+
+
+# What a stand-in has besides the attributes of its picture.
+_OWN = frozenset({"_file", "_is_rgb", "_real", "touched"})
 
 
 # --- What its transform gave ---
@@ -267,49 +291,63 @@ class LeftEncoded:
     """Stands for a transform that runs on the device.
 
     Args:
-        any_mode: whether the transform makes RGB of whatever picture it gets.
+        takes: what the transform takes.
     """
 
-    def __init__(self, *, any_mode: bool) -> None:
-        self.any_mode = any_mode
+    def __init__(self, takes: Takes) -> None:
+        self.takes = takes
 
     def __call__(self, *given: object, **named: object) -> object:
-        picture = only_picture(given, named)
-        result = Result.of(picture.left_encoded(any_mode=self.any_mode))
+        result = Result.of(self._image_of(only_argument(given, named)))
         note_result(result)
         return result
 
+    def _image_of(self, given: object) -> EncodedImage:
+        """The file of a picture that nothing has touched, and else one of its pixels."""
+        if type(given) in (Result, LaterView):
+            raise UndecodedError("the transform is called with what it has given already.")
+        if isinstance(given, Encoded) and type(given) is not Picture:
+            raise UndecodedError(
+                "the transform is called with an EncodedImage. Pass transforms to DataPrefetcher."
+            )
+        if type(given) is not Picture:
+            return self._decoded(given, "a picture", _sample.latest_use())
+        if given.touched or self.takes.opener is not None:
+            return self._decoded(given.as_read(), given.name, given.use, given.path)
+        return given.left_encoded(self.takes)
 
-def only_picture(given: Sequence[object], named: Mapping[str, object]) -> Picture:
-    """The picture that a transform is called with, and nothing else."""
+    def stand_in_for(self, given: object) -> Picture:
+        """A picture that nothing has touched, of the pixels where what is given is no such one."""
+        if type(given) is Picture and not given.touched:
+            return given
+        return Picture(self._image_of(given), is_rgb=True)
+
+    def _decoded(self, given: object, name: str, use: str, path: str = "") -> EncodedImage:
+        """A file of the pixels of what the transform gets."""
+        pixels = self.takes.pixels_of(given, name)
+        if pixels is None:
+            raise UndecodedError(f"the transform gets a {_described(given)}. {NO_PICTURE}")
+        decodes.add(use)
+        return EncodedImage(to_ppm(pixels), _sample.index, path)
+
+
+def only_argument(given: Sequence[object], named: Mapping[str, object]) -> object:
+    """What a transform is called with, and nothing else."""
     if len(given) != 1 or named:
         raise UndecodedError(
             f"the transform is called with {len(given) + len(named)} arguments, and not with "
             "one picture."
         )
-    (picture,) = given
-    if type(picture) is not Picture:
-        raise UndecodedError(why_no_picture(picture))
-    return picture
+    return given[0]
 
 
-def why_no_picture(given: object) -> str:
-    """Why a transform cannot stand aside for what it is called with."""
-    if type(given) in (Result, LaterView):
-        return "the transform is called with what it has given already."
-    if isinstance(given, Encoded):
-        return "the transform is called with an EncodedImage. Pass transforms to DataPrefetcher."
+def _described(given: object) -> str:
+    """What the transform gets, in words, where that is no picture."""
     kind = type(given)
     name = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
-    before = f"the transform gets a {name}, and no file as self.loader or PIL.Image.open reads it."
-    if not _sample.pictures:
-        return f"{before} {NO_FILES}"
-    uses = [
-        f"The dataset uses .{each.touched} of {each.name}."
-        for each in _sample.pictures
-        if each.touched
-    ]
-    return " ".join([before, *uses[-1:], _INTO_TRANSFORM])
+    if not isinstance(given, (np.ndarray, torch.Tensor)):
+        return name
+    return f"{name} of {given.dtype} {tuple(given.shape)}"
 
 
 # --- A sample ---
@@ -321,14 +359,25 @@ class _Sample(threading.local):
     def __init__(self) -> None:
         self.pictures: list[Picture] = []
         self.results: list[Result | LaterView] | None = None  # None while no sample is read
+        self.index = -1  # in its dataset; -1 where that is no integer
 
-    def __enter__(self) -> list[Result | LaterView]:
+    @contextlib.contextmanager
+    def begun(self, key: object) -> Iterator[list[Result | LaterView]]:
+        """Read the sample of a key in this block."""
         self.results = results = list[Result | LaterView]()
-        return results
+        with contextlib.suppress(TypeError):
+            self.index = operator.index(key)  # type: ignore[arg-type]
+        try:
+            yield results
+        finally:
+            self.pictures = []
+            self.results = None
+            self.index = -1
 
-    def __exit__(self, *error: object) -> None:
-        self.pictures = []
-        self.results = None
+    def latest_use(self) -> str:
+        """What was done with the pixels of the latest file that was used."""
+        uses = [each.use for each in self.pictures if type(each) is Picture]
+        return next(filter(None, reversed(uses)), "")
 
     def opened(self, picture: Picture) -> None:
         if self.results is not None:
@@ -352,24 +401,30 @@ def has_result() -> bool:
     return bool(_sample.results)
 
 
-def read_sample(get: Callable[[], Sample], who: str) -> Sample:
+# What each picture whose pixels are handed on shows of why: what was done with its file, or "".
+decodes = Messages()
+
+
+def read_sample(get: Callable[[], Sample], who: str, key: object) -> Sample:
     """A sample of a view, with an :class:`EncodedImage` for each result of its transform.
 
     Args:
         get: gives the sample. Views within views are asked in it.
         who: is asked, for messages.
+        key: of the sample in its dataset.
 
     Raises:
-        UndecodedError: if a picture was touched, or what its transform gave.
+        UndecodedError: if its transform got no picture, or what it gave was touched.
     """
     if _sample.results is not None:
         return get()
-    with _opening, faults as messages, _sample as results:
+    with _opening, faults as messages, _sample.begun(key) as results:
         try:
             sample = _shown(get, who, messages, results)
         finally:
             for picture in _kept_of(_sample.pictures):
-                picture.become_real()
+                if type(picture) is Picture:  # else a module got it, and it is real
+                    picture.become_real()
     for result in results:
         # The sample has it wherever the dataset has put it, so it stays the same object.
         left = ViewPlace if type(result) is LaterView else EncodedImage
@@ -411,9 +466,9 @@ _ALONE = _references([object()])[0]
 
 
 def _refusal(who: str, messages: list[str]) -> UndecodedError:
-    message = messages[0]
-    told = message.endswith(IN_WORKERS)
-    return UndecodedError(f"{who}: {message}" if told else f"{who}: {message} {TWO_WAYS}")
+    message = f"{who}: {messages[0]}"
+    told = message.endswith(IN_WORKERS) or BY_HAND in message
+    return UndecodedError(message if told else f"{message} {TWO_WAYS}")
 
 
 def _fault_of(sample: Sample, made: list[Result | LaterView]) -> str:

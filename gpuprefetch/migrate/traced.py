@@ -29,7 +29,7 @@ from gpuprefetch.core.nested import Leaf, Sample, map_leaves, select
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.guard import STANDS_ASIDE, UndecodedError, is_marked
 from gpuprefetch.lists.forms import Form
-from gpuprefetch.lists.rgb import makes_rgb
+from gpuprefetch.lists.rgb import Modes
 from gpuprefetch.lists.to_tensor import in_torchvision
 from gpuprefetch.lists.views import is_pipeline
 from gpuprefetch.migrate.dataset_view import stale, with_faces
@@ -42,9 +42,9 @@ from gpuprefetch.migrate.stand_ins import (
     Unusable,
     has_result,
     note_result,
-    only_picture,
-    why_no_picture,
+    only_argument,
 )
+from gpuprefetch.migrate.taken import Takes
 from gpuprefetch.policies.known import flatten, name_of, title, torchvision_class
 from gpuprefetch.policies.registry import LibraryOp
 from gpuprefetch.policies.timm import from_timm, timm_class
@@ -104,15 +104,23 @@ class _Trace:
             before = self._passed_on(given)
             is_tensor = given.is_tensor
         elif type(given) is Picture:
-            self._read(given.left_encoded(any_mode=pipeline.any_mode))
+            self._read(given, pipeline)
         else:
-            raise UndecodedError(why_no_picture(given))
+            raise UndecodedError(
+                f"{pipeline.path} of the transform gets a picture that was changed before. {_SAME}"
+            )
         token = Token(len(self.tokens), is_tensor=pipeline.gives_tensors(is_tensor))
         self.tokens.append(token)
         self.chains.append((*before, pipeline.path))
         return token
 
-    def _read(self, file: EncodedImage) -> None:
+    def _read(self, picture: Picture, pipeline: Aside) -> None:
+        if picture.touched:
+            raise UndecodedError(
+                f"{picture.name} is changed, or its pixels are read, before {pipeline.path} of the "
+                f"transform gets it: by .{picture.touched}. {_SAME}"
+            )
+        file = picture.left_encoded(pipeline.takes)
         if self.file is not None and file is not self.file:
             raise UndecodedError("the pipelines of its transform are called with two pictures.")
         self.file = file
@@ -163,7 +171,7 @@ class Aside:
         self.pipeline = pipeline
         self.path = path
         self._ops = [*flatten(pipeline)]
-        self.any_mode = bool(self._ops) and makes_rgb(self._ops[0])
+        self.takes = Takes.of(self._ops)
 
     def __call__(self, *given: object, **named: object) -> object:
         from PIL import Image
@@ -280,7 +288,7 @@ class LeftTraced(LeftEncoded):
     """
 
     def __init__(self, op: LibraryOp, expected: Sequence[Chain] | None = None) -> None:
-        super().__init__(any_mode=False)
+        super().__init__(Takes(Modes.RGB))
         faces = _Faces()
         self.op = op
         self.expected = expected
@@ -303,7 +311,7 @@ class LeftTraced(LeftEncoded):
         return traced if traced.asides else None
 
     def __call__(self, *given: object, **named: object) -> object:
-        picture = only_picture(given, named)
+        picture = self.stand_in_for(only_argument(given, named))
         with _running as trace:
             made = self._face(picture)
         chains, sample = self._placed(trace, made)

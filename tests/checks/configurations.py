@@ -117,7 +117,7 @@ class Config:
     size: int
     names: str
     form: str
-    data: str  # samples, subset, concat, stream
+    data: str  # samples, subset, concat, stream, folder
     sampler: str
     drawn: int  # samples, of a sampler with replacement
     batches: tuple[tuple[int, ...], ...]  # of the user's own batch sampler
@@ -314,6 +314,23 @@ def draw(seed: int, device: str = "cpu") -> Config:
         epochs=numbers.get(story, ()),
         together=together,
     )
+    # Drawn apart, so that a seed stays the configuration that it was.
+    apart = random.Random(f"folder {seed}")
+    if data == "samples" and count and not tensors and apart.random() < 0.4:
+        # Its workers begin the next epoch ahead of time, if the order is known.
+        known = apart.choice(["sequential", "shuffle", "distributed"])
+        config = replace(
+            config,
+            data="folder",
+            form="pair",
+            names="index",
+            sampler=known if story == "epochs" and sampler != "batches" else sampler,
+            workers=max(workers, 1),
+            raises=-1,
+            slow=False,
+        )
+        if may_fail(config) and config.sampler in ("shuffle", "generator", "random"):
+            config = replace(config, sampler="subset random")
     if context != "fork":  # each of these workers is seconds of work
         other = 1 if data == "stream" or persistent else min(config.other_workers, 1)
         config = replace(config, workers=1, other_workers=other, world=min(world, 2))
@@ -418,10 +435,27 @@ def _file(config: Config) -> list[str]:
     ]
 
 
+def _folder(config: Config, data: str, *, plain: bool) -> list[str]:
+    """A folder of the files, each a class of its own: its label is its number."""
+    numbers = f"range({config.count})"
+    made = "g.EncodedImageFolder(root)"
+    given = f"[(float(i), i) for i in {numbers}] if plain else {made}" if plain else made
+    return [
+        "import atexit, pathlib, shutil, tempfile; root = tempfile.mkdtemp()",
+        "atexit.register(shutil.rmtree, root, True)",
+        f"for i in {numbers}:",
+        '    path = pathlib.Path(root, f"{i:03}", f"{i}.jpg"); path.parent.mkdir()',
+        f"    path.write_bytes({data})",
+        f"def Samples({'plain' * plain}): return {given}",
+    ]
+
+
 def _dataset(config: Config, *, plain: bool) -> list[str]:
     data = "file(i)"
     if config.bad:
         data = f"{BAD[config.bad_kind]} if i in {set(config.bad)} else file(i)"
+    if config.data == "folder":
+        return _folder(config, data, plain=plain)
     image = f"g.EncodedImage({data}{NAMES[config.names]})"
     if not config.encoded:
         image = "torch.tensor(np.array(Image.open(io.BytesIO(file(i))))).permute(2, 0, 1)"
