@@ -225,7 +225,7 @@ def draw(source: Path, target: Path) -> None:
     axes[-1].set_xlabel("milliseconds after the loop has begun the epoch")
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     figure.legend(handles, COLORS, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
-    figure.savefig(target, metadata={"Date": None})
+    figure.savefig(target, metadata={"Date": None, "Creator": None})
 
 
 def main(words: list[str] | None = None) -> None:

@@ -5,7 +5,7 @@ import time
 from inspect import signature
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from gpuprefetch import DataPrefetcher, EncodedImage
 from gpuprefetch.core.nested import children_of
@@ -32,6 +32,21 @@ def assert_same_batches(loader, moved, **tolerance):
         want = want.as_subclass(torch.Tensor)
         torch.testing.assert_close(got, want, **{"atol": 1e-5, "rtol": 0} | tolerance)
         assert torch.equal(target, got_target)
+
+
+class Split(Subset):
+    """Another transform on a split, as many write it."""
+
+    def __init__(self, dataset, indices, transform):
+        super().__init__(dataset, indices)
+        self.transform = transform
+
+    def __getitem__(self, index):
+        image, target = super().__getitem__(index)
+        return self.transform(image), target
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
 
 
 def loader_of(dataset, device="cpu", kind=DataLoader, **options):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import assert_same_batches
+from fakes import Split, assert_same_batches
 from pictures import draw, encode_jpeg
 from PIL import Image, ImageOps
 from PIL.Image import open as open_by_another_name
@@ -51,14 +51,19 @@ OPS = [v1.Resize(36), v1.CenterCrop(32), v1.ToTensor()]
 PIPELINE = v1.Compose(OPS)
 
 
+def write_folder(root, pictures, ending, **options):
+    """A folder of two classes, which have the pictures in turn."""
+    for i, picture in enumerate(pictures):
+        path = root / "ab"[i % 2] / f"{i}.{ending}"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(picture).save(path, **options)
+    return root
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("folder")
-    for i in range(COUNT):
-        path = root / "ab"[i % 2] / f"{i}.jpg"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(draw(48 + 2 * i, 64, seed=i)).save(path, quality=95)
-    return root
+    pictures = [draw(48 + 2 * i, 64, seed=i) for i in range(COUNT)]
+    return write_folder(tmp_path_factory.mktemp("folder"), pictures, "jpg", quality=95)
 
 
 @pytest.fixture(scope="module")
@@ -565,21 +570,6 @@ class WithIndex(Dataset):
         return *self.data[index], index
 
 
-class ByCode(Subset):
-    """A Subset that transforms."""
-
-    def __init__(self, dataset, indices, transform):
-        super().__init__(dataset, indices)
-        self.transform = transform
-
-    def __getitem__(self, index):
-        image, target = super().__getitem__(index)
-        return self.transform(image), target
-
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
-
-
 def splits(folder):
     generator = torch.Generator().manual_seed(3)
     return random_split(ImageFolder(str(folder)), [5, 3], generator)
@@ -592,7 +582,7 @@ WRAPPED = {
     "another name": lambda folder: Named(splits(folder)[1], PIPELINE),
     "an index": lambda folder: WithIndex(ImageFolder(str(folder), PIPELINE)),
     "an index around a split": lambda folder: WithIndex(DS(splits(folder)[1], PIPELINE)),
-    "derived": lambda folder: ByCode(ImageFolder(str(folder)), [2, 5], PIPELINE),
+    "derived": lambda folder: Split(ImageFolder(str(folder)), [2, 5], PIPELINE),
     "joined": lambda folder: ConcatDataset([DS(each, PIPELINE) for each in splits(folder)]),
     "a subset around": lambda folder: Subset(DS(ImageFolder(str(folder)), PIPELINE), [4, 2]),
 }
@@ -791,12 +781,8 @@ def test_a_trial_leaves_no_trace(paths):
 
 @pytest.fixture(scope="module")
 def tiles(tmp_path_factory):
-    root = tmp_path_factory.mktemp("tiles")
-    for i in range(COUNT):
-        path = root / "ab"[i % 2] / f"{i}.png"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(draw(24, 32, seed=i)).save(path)
-    return root
+    pictures = [draw(24, 32, seed=i) for i in range(COUNT)]
+    return write_folder(tmp_path_factory.mktemp("tiles"), pictures, "png")
 
 
 NORMALIZED = [v1.ToTensor(), v1.Normalize((0.5, 0.4, 0.3), (0.5, 0.25, 0.125))]

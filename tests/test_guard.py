@@ -10,7 +10,7 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
-from fakes import assert_same_batches
+from fakes import Split, assert_same_batches
 from pictures import draw, encode
 from PIL import ImageOps
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
@@ -283,21 +283,6 @@ def test_a_bad_image_takes_its_sample_out_of_a_mix(folder, tmp_path):
 
 
 # --- transforms of a dataset of one's own, under accelerate ------------------------------------
-
-
-class Split(Subset):
-    """Another transform on a split, as many write it."""
-
-    def __init__(self, dataset, indices, transform):
-        super().__init__(dataset, indices)
-        self.transform = transform
-
-    def __getitem__(self, index):
-        image, target = super().__getitem__(index)
-        return self.transform(image), target
-
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
 
 
 PIPELINE = [

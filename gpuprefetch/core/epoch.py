@@ -42,6 +42,7 @@ class Fetched:
     images: int
     state: LoaderState  # of the loader, after the batch
     cost: Cost | None  # bytes on the device, where they count
+    gathers: int  # how many batches like this one are best prepared together
     at: float  # when the batch came from the loader
 
 
@@ -253,7 +254,7 @@ class Lookahead:
             if isinstance(group[-1], Failed):
                 break
         if self._thread is not None:  # else the loop waits for all of them
-            self._pace.prepared(len(group), self.stage.gathers(first.batch))
+            self._pace.prepared(len(group), first.gathers)
         self._uploads.drop_read()
         batches = [(each.number, each.batch) for each in group if isinstance(each, Fetched)]
         if len(batches) > 1:
@@ -289,12 +290,13 @@ class Lookahead:
         cost = self.stage.cost(batch) if counts else None
         self._check(batch)
         self._stream_of(number).wait_for_loader(batch)
-        return Fetched(number, batch, images, state, cost, time.perf_counter())
+        gathers = self.stage.gathers(batch)
+        return Fetched(number, batch, images, state, cost, gathers, time.perf_counter())
 
     def _has_room(self, batch: Fetched) -> bool:
         """Whether a batch need not wait: a single one may need the whole memory budget."""
         cost = batch.cost
-        most = self._pace.choose(cost, self.stage.gathers(batch.batch))
+        most = self._pace.choose(cost, batch.gathers)
         ready = self._ready.slots
         budget = self.stage.memory_budget
         if ready and budget is not None and cost is not None:
