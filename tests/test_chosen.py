@@ -1,6 +1,8 @@
 """Crops that are torchvision's but for get_params, which runs in the worker on a size alone."""
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 from fakes import assert_same_batches
 from pictures import draw, encode
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import functional as F
@@ -17,6 +19,7 @@ from torchvision.transforms import functional as F
 from gpuprefetch import DataPrefetcher, EncodedImage, EncodedImageFolder
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.parity import parity
+from gpuprefetch.transforms.random import seeded_everywhere
 
 COUNT = 6
 CPU = {"device": "cpu", "print_plan": False}
@@ -48,8 +51,16 @@ class Random(v1.RandomResizedCrop):
         _, height, width = F.get_dimensions(img)
         share = torch.empty(1).uniform_(*scale).item() ** 0.5
         h, w = max(int(height * share), 1), max(int(width * share), 1)
-        top = random.randint(0, height - h)
-        return top, int(np.random.randint(0, width - w + 1)), h, w
+        top = torch.randint(0, height - h + 1, ()).item()
+        return top, torch.randint(0, width - w + 1, ()).item(), h, w
+
+
+class RandomElsewhere(v1.RandomResizedCrop):
+    """What it samples is of Python and NumPy."""
+
+    @staticmethod
+    def get_params(img, scale, ratio):
+        return random.randint(0, 20), int(np.random.randint(0, 20)), 20, 20
 
 
 class Lower(v1.RandomCrop):
@@ -104,6 +115,87 @@ def test_random_parts_are_of_the_sample(folder):
     again = accelerate(DataLoader(dataset, 2), seed=4, **CPU)
     again.load_state_dict(state.state_dict())
     assert all(map(torch.equal, first[1:], [images for images, _ in again]))
+
+
+def parts_in_workers(folder, batch, workers=1):
+    dataset = ImageFolder(folder, v1.Compose([RandomElsewhere(24), v1.ToTensor()]))
+    loader = DataLoader(dataset, batch, num_workers=workers)
+    return torch.cat([images for images, _ in accelerate(loader, seed=4, **CPU)])
+
+
+def test_workers_sample_of_python_and_numpy_by_the_sample(folder):
+    """Workers own these generators; in the loop's process nothing is taken from them."""
+    random.seed(3)
+    first = parts_in_workers(folder, 2)
+    random.seed(8)
+    assert torch.equal(first, parts_in_workers(folder, COUNT))
+
+
+def test_without_workers_such_a_crop_is_refused(folder):
+    with pytest.raises(ValueError, match=r"RandomElsewhere\.get_params chose .*, and then") as raised:
+        parts_in_workers(folder, 2, workers=0)
+    # Both lines work: workers, as above, and torch's numbers.
+    assert "DataLoader(..., num_workers=1)" in str(raised.value)
+    advised = eval("torch.randint(low, high, ()).item()", {"torch": torch, "low": 0, "high": 3})
+    assert "torch.randint(low, high, ()).item()" in str(raised.value) and advised in range(3)
+    moved = accelerate(
+        DataLoader(ImageFolder(folder, v1.Compose([RandomElsewhere(24), v1.ToTensor()])), 2), **CPU
+    )
+    with pytest.raises(ValueError, match=r"preview\(\) and replay\(\) have none"):
+        moved.preview()
+
+
+class Interrupted(v1.RandomResizedCrop):
+    """While it chooses, the training thread samples."""
+
+    before = None  # a barrier of both threads
+    after = None
+
+    def get_params(self, img, scale, ratio):
+        self.before.wait(9)
+        self.after.wait(9)
+        return torch.randint(0, 20, ()).item(), 3, 20, 20
+
+
+def sampled_meanwhile(choose):
+    """What the training thread samples while another one chooses twice."""
+    Interrupted.before = threading.Barrier(2)
+    Interrupted.after = threading.Barrier(2)
+    random.seed(7)
+    np.random.seed(7)
+    sampled = []
+    with ThreadPoolExecutor(1) as other:
+        chosen = other.submit(choose)
+        for _ in range(2):
+            Interrupted.before.wait(9)
+            sampled.append((random.random(), np.random.random()))
+            Interrupted.after.wait(9)
+        chosen.result(9)
+    return [*sampled, (random.random(), np.random.random())]
+
+
+def test_the_training_thread_samples_as_without_us(folder):
+    """Whatever it samples while a crop chooses in its process, and after."""
+    dataset = ImageFolder(folder, v1.Compose([Interrupted(24), v1.ToTensor()]))
+
+    def load():
+        # Each picture is chosen for twice.
+        files = DataLoader(Subset(EncodedImageFolder(folder), [0]), 1)
+        next(iter(DataPrefetcher(files, transforms=dataset.transform, device="cpu")))
+
+    def seeded():
+        for seed in range(2):
+            with seeded_everywhere(seed):
+                Interrupted(24).get_params(None, (), ())
+
+    def never():
+        for _ in range(2):
+            Interrupted.before.wait(9)
+            Interrupted.after.wait(9)
+
+    want = sampled_meanwhile(never)
+    assert sampled_meanwhile(seeded) != want  # the negative control: seeds are of all threads
+    assert sampled_meanwhile(load) == want
 
 
 def test_random_parts_are_spread_over_the_picture(folder):

@@ -17,6 +17,7 @@ from typing import NoReturn
 from gpuprefetch.core.errors import add_note
 from gpuprefetch.policies.known import title
 from gpuprefetch.policies.registry import LibraryOp
+from gpuprefetch.transforms.random import SeededDraws, owns_generators, seeded_everywhere
 from gpuprefetch.transforms.sampling import Box
 
 # What a class may have of its own under a name that torchvision's class has, too.
@@ -113,12 +114,34 @@ class Chooser:
         self._op = op
         self._names = names
 
-    def __call__(self, height: int, width: int) -> Box:
+    def __call__(self, seed: int, height: int, width: int) -> Box:
         """Top, left, height and width of the part, all within the picture.
 
+        What the method samples depends on ``seed``. In a worker process that is so for torch, NumPy
+        and Python's ``random``. Elsewhere a seed for NumPy and Python would also be one for other
+        threads, so the method may sample from torch alone: called twice, it must choose one part.
+
         Raises:
-            ValueError: if the method gives anything else.
+            ValueError: if the method gives anything else, or chooses another part without a worker.
         """
+        if owns_generators():
+            with seeded_everywhere(seed):
+                return self._part(height, width)
+        with SeededDraws(seed):
+            part = self._part(height, width)
+        with SeededDraws(seed):
+            again = self._part(height, width)
+        if part != again:
+            raise ValueError(
+                f"{title(self._op)}.get_params chose {part} of a picture of {height} x {width}, "
+                f"and then {again} with the same random numbers of torch. It takes numbers from "
+                "NumPy or Python's random, which are your loop's here, or counts its calls. Sample "
+                "from torch, torch.randint(low, high, ()).item(), or read with workers, "
+                "DataLoader(..., num_workers=1). preview() and replay() have none."
+            )
+        return part
+
+    def _part(self, height: int, width: int) -> Box:
         picture = PictureSize(height, width, self._op)
         given = [getattr(self._op, name) for name in self._names]
         try:

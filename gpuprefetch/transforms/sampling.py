@@ -12,7 +12,7 @@ from typing import Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from gpuprefetch.transforms.random import Keys, derive, fold, seeded_everywhere, uniform
+from gpuprefetch.transforms.random import Keys, derive, fold, uniform
 
 Size = tuple[int, int]
 Box = tuple[int, int, int, int]  # top, left, height, width
@@ -178,16 +178,19 @@ class ResizedCropOp:
         return start, box
 
 
-def _whole(height: int, width: int) -> Box:
+# Chooses a part: of a seed, and of the height and width of a picture.
+Choose = Callable[[int, int, int], Box]
+
+
+def _whole(seed: int, height: int, width: int) -> Box:
     return 0, 0, height, width
 
 
-def _chosen(choose: Callable[[int, int], Box], length: Floats, keys: Keys) -> tuple[Floats, Floats]:
+def _chosen(choose: Choose, length: Floats, keys: Keys) -> tuple[Floats, Floats]:
     """First pixel and size of what ``choose`` takes of pictures of this size, ``(N, 2)`` each."""
     boxes = np.zeros((len(keys), 4))
     for row, (key, size) in enumerate(zip(keys, length.astype(int).tolist(), strict=True)):
-        with seeded_everywhere(derive(key, 0)):
-            boxes[row] = choose(*size)
+        boxes[row] = choose(derive(key, 0), *size)
     return boxes[:, :2], boxes[:, 2:]
 
 
@@ -195,7 +198,7 @@ def _chosen(choose: Callable[[int, int], Box], length: Floats, keys: Keys) -> tu
 class ChosenPartOp(ResizedCropOp):
     """A part that the user's own code chooses, brought to ``size``."""
 
-    choose: Callable[[int, int], Box] = _whole  # of a picture's height and width
+    choose: Choose = _whole
 
     def _part(self, length: Floats, keys: Keys) -> tuple[Floats, Floats]:
         return _chosen(self.choose, length, keys)
@@ -286,7 +289,7 @@ class RandomCropOp:
 class ChosenPlaceOp(RandomCropOp):
     """A place of ``size`` pixels that the user's own code chooses."""
 
-    choose: Callable[[int, int], Box] = _whole  # of a picture's height and width, padded
+    choose: Choose = _whole  # of a padded picture
 
     def _start(self, room: Floats, size: Floats, keys: Keys) -> Floats:
         start, box = _chosen(self.choose, room + size, keys)
