@@ -1,7 +1,8 @@
 """Ops for PIL images that stand for torchvision's: DINO's by their code, lightly's by their class.
 
 PIL's GaussianBlur is three box blurs and extends the border, and torchvision's is a Gaussian that
-mirrors it: on pictures of 96 pixels and more they differ by half a level of 255 on average.
+mirrors it. Both have one variance, so they differ where neighboring pixels do: see
+``test_the_two_blurs_differ_by_as_much`` in tests/test_small_moves.py for by how much.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from PIL import ImageFilter, ImageOps
 from gpuprefetch.lists.code import is_written_as
 from gpuprefetch.policies.registry import LibraryOp
 
-_BLUR = "PIL's blur is of boxes, by half a level of 255 on average"
+_BLUR = "PIL's blur is of boxes, which differs most in fine detail"
 _REACH = 3  # of the kernel, in standard deviations
 
 
@@ -25,6 +26,7 @@ class Stand(NamedTuple):
 
     op: LibraryOp  # torchvision's
     note: str = ""  # what differs
+    takes_tensors: bool = False  # whether the op does the same to tensors as to pictures
 
 
 def stand_for(op: LibraryOp) -> Stand | None:
@@ -48,7 +50,9 @@ def stand_for(op: LibraryOp) -> Stand | None:
         from torchvision.transforms import v2
 
         turn = v2.RandomRotation((own["angle"], own["angle"]))
-        return Stand(v2.RandomApply([turn], p=own["prob"]))
+        return Stand(v2.RandomApply([turn], p=own["prob"]), takes_tensors=True)
+    if is_lightly(op, "rotation", "RandomRotateDegrees"):
+        return Stand(own["transform"], takes_tensors=True)
     return None
 
 

@@ -36,7 +36,7 @@ from gpuprefetch.lists.fused import (
     in_launch,
     is_kornia,
 )
-from gpuprefetch.lists.pil_ops import stand_for
+from gpuprefetch.lists.pil_ops import Stand, stand_for
 from gpuprefetch.lists.processor import image_processor, list_of_processor
 from gpuprefetch.lists.refused import (
     gives_size,
@@ -402,8 +402,8 @@ class _Walk:
             return True
         op = in_torchvision(op)
         if name_of(op) is None:
-            if stand_for(op) is not None:
-                return self.form.is_sized and not self.form.is_tensor
+            if self._stand_of(op) is not None:
+                return self.form.is_sized
             return base_of_chosen(op) is not None and not self.form.is_sized
         if has(op, Is.CONVERTS) or _why_not_on_batch(twin(op)) is None:
             return True
@@ -431,6 +431,11 @@ class _Walk:
         """Whether an op makes pictures of decoded images, before anything else is done to them."""
         return self.decodes_to_rgb and not (self.head.names or self.tail) and makes_picture(op)
 
+    def _stand_of(self, op: LibraryOp) -> Stand | None:
+        """What stands for an op of another library's, of images as they are here."""
+        stand = stand_for(op)
+        return stand if stand and (stand.takes_tensors or not self.form.is_tensor) else None
+
     def take_theirs(self, op: LibraryOp) -> None:
         """Take an op of a pipeline for PIL images or uint8 tensors."""
         if self._is_rgb_for(op):
@@ -449,7 +454,7 @@ class _Walk:
             )
         if self._take_chosen(op):
             return
-        if not self.form.is_tensor and (stand := stand_for(op)) is not None:
+        if (stand := self._stand_of(op)) is not None:
             self._take_on_batch(stand.op, source=op, differs=stand.note)
             return
         if name_of(op) in (None, "Lambda"):
