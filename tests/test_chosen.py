@@ -132,7 +132,9 @@ def test_workers_sample_of_python_and_numpy_by_the_sample(folder):
 
 
 def test_without_workers_such_a_crop_is_refused(folder):
-    with pytest.raises(ValueError, match=r"RandomElsewhere\.get_params chose .*, and then") as raised:
+    with pytest.raises(
+        ValueError, match=r"RandomElsewhere\.get_params chose .*, and then"
+    ) as raised:
         parts_in_workers(folder, 2, workers=0)
     # Both lines work: workers, as above, and torch's numbers.
     assert "DataLoader(..., num_workers=1)" in str(raised.value)

@@ -361,7 +361,8 @@ def test_a_probability_is_kept_and_a_change_of_it_told(folder):
 
 
 @pytest.mark.parametrize(
-    "op", [BlurTwice(0.5), SolarizeHigh(0.5), OfClass(0.5), Blur(0.5, 0.0, 2.0), Blur(0.5, 2.0, 1.0)]
+    "op",
+    [BlurTwice(0.5), SolarizeHigh(0.5), OfClass(0.5), Blur(0.5, 0.0, 2.0), Blur(0.5, 2.0, 1.0)],
 )
 def test_other_ops_for_pictures_are_refused(folder, op):
     with pytest.raises(ValueError, match=f"{type(op).__name__} cannot move to the device"):

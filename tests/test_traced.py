@@ -4,6 +4,7 @@ import copy
 import pickle
 import random
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from gpuprefetch import DataPrefetcher, EncodedImageFolder, Views, convert_transforms
+from gpuprefetch import DataPrefetcher, EncodedImage, EncodedImageFolder, Views, convert_transforms
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.explain import explain
 
@@ -346,7 +347,51 @@ def passed_on_from_before(t, picture):
     return t.end(t.kept[0]), t.small(picture)
 
 
+def reseeded(t, picture):
+    torch.manual_seed(3)
+    made = t.large(picture)
+    torch.manual_seed(3)
+    return made, t.small(picture)
+
+
+def set_back(t, picture):
+    state = random.getstate()
+    made = t.large(picture)
+    random.setstate(state)
+    return made, t.small(picture)
+
+
+def seed_all(number):
+    np.random.seed(number)
+
+
+def by_a_function(t, picture):
+    seed_all(7)
+    return t.large(picture), t.small(picture)
+
+
+def resized(t, picture):
+    t.crop.size = (20, 20)
+    return t.end(t.crop(picture)), t.small(picture)
+
+
+def resized_within(t, picture):
+    t.large.transforms[1].size = (20, 20)
+    return t.large(picture), t.small(picture)
+
+
+def by_class(t, picture):
+    ops = [t.large, t.small] if type(t.large) is v1.Compose else [t.small, t.large]
+    return [op(picture) for op in ops]
+
+
 REFUSED = {
+    "a seed": (reseeded, r"reseeded calls torch\.manual_seed, so that pipelines may sample alike"),
+    "a state": (set_back, r"set_back calls random\.setstate"),
+    "a seed in a function": (by_a_function, r"seed_all calls numpy\.random\.seed"),
+    "sets an attribute": (resized, r"the transform sets \.size of \.crop"),
+    "sets one within": (resized_within, r"uses \.transforms of \.large, which it may change"),
+    "a class": (by_class, r"by_class calls type\(\), where isinstance\(\) would do"),
     "a crop in common": (shared_crop, r"what \.crop gave is used for two views"),
     "a crop as well": (crop_as_well, r"what \.crop gave is used for two views"),
     "values of a view": (lambda t, x: (t.large(x), t.small(x) * 2), r"by __mul__"),
@@ -379,6 +424,53 @@ def test_what_no_sample_shows_is_refused_with_the_line_to_write(folder, name):
     views = eval("Views(*map(convert_transforms, [t.large, t.small]))", names)
     files = DataLoader(EncodedImageFolder(folder), 3)
     assert len(next(iter(DataPrefetcher(files, transforms=views, device="cpu")))[0]) == 2
+
+
+CALLS = {
+    "isinstance": lambda t, x: (
+        (t.large(x), t.small(x)) if isinstance(t.large, v1.Compose) else (t.small(x), t.large(x))
+    ),
+    "an attribute": lambda t, x: (t.large(x), t.crop.size[0], t.small(x)),
+    "an argument by name": lambda t, x: (t.large(img=x), t.small(x)),
+    "nested": lambda t, x: [[t.large(x), t.small(x)], {"more": [t.small(x)] * 2}],
+    "a copy": lambda t, x: (t.large(x.copy()), t.small(x)),
+    "other values": lambda t, x: [t.large(x), 1.5, "x", t.small(x), np.ones((2, 3))],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_transform_may_do_beside_calling_its_pipelines(folder, name):
+    loader = DataLoader(ImageFolder(folder, Calls(CALLS[name])), 3)
+    same(loader, accelerate(loader, **CPU))
+
+
+class SeedsEach(ImageFolder):
+    """Two pictures that a seed transforms alike."""
+
+    def __getitem__(self, index):
+        made = []
+        for _ in range(2):
+            torch.manual_seed(index)
+            made.append(super().__getitem__(index)[0])
+        return made
+
+
+def test_a_dataset_that_samples_two_pictures_alike_is_refused_with_what_does(folder):
+    crop = v1.Compose([v1.RandomCrop(20), v1.ToTensor()])
+    loader = DataLoader(SeedsEach(folder, crop), 3)
+    assert all(torch.equal(*pair) for pair in loader)
+    with pytest.raises(TypeError, match="torch's seed is set between the images") as raised:
+        accelerate(loader, **CPU)
+    text = str(raised.value)
+    assert "transforms=convert_transforms(pipeline))" in text
+    data = [Path(path).read_bytes() for path, _ in loader.dataset.samples]
+    samples = [(EncodedImage(each, i), EncodedImage(each, i)) for i, each in enumerate(data)]
+    pairs = DataLoader(samples, 3)
+    listed = DataPrefetcher(pairs, transforms=convert_transforms(crop), device="cpu")
+    as_it_is = DataPrefetcher(loader, device="cpu")
+    assert "as it is: DataPrefetcher(loader)" in text
+    for prefetcher in (listed, as_it_is):
+        assert all(torch.equal(*pair) for pair in prefetcher)
 
 
 def of_number(numbers):
@@ -456,6 +548,7 @@ class Uses(ImageFolder):
         (lambda views: [views[0], views[1] + 1], "by __add__"),
         (lambda views: [views[0], v2.RandomHorizontalFlip(1.0)(views[1])], "encoded image"),
         (lambda views: [views[0], views[1].clone()], "no attribute 'clone'"),
+        (lambda views: [*views, views[0]], "gives a view in two places"),
     ],
 )
 def test_a_dataset_leaves_its_views_as_they_are(folder, use, why):

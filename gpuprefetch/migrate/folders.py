@@ -217,6 +217,7 @@ def chains_of(dataset: Any, traced: LeftTraced, folders: Sequence[Folder]) -> li
         UndecodedError: if the transform does not show it.
     """
     view = encoded_view(dataset, traced, folders)
+    traced.refuse_unseen()
     held = [each for part in [*datasets_in(dataset), *traced.objects] for each in _Held.by(part)]
     try:
         with trial_draws():

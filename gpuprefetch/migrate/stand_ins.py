@@ -360,11 +360,13 @@ class _Sample(threading.local):
         self.pictures: list[Picture] = []
         self.results: list[Result | LaterView] | None = None  # None while no sample is read
         self.index = -1  # in its dataset; -1 where that is no integer
+        self.seed = 0  # torch's, when the sample was begun
 
     @contextlib.contextmanager
     def begun(self, key: object) -> Iterator[list[Result | LaterView]]:
         """Read the sample of a key in this block."""
         self.results = results = list[Result | LaterView]()
+        self.seed = torch.initial_seed()
         with contextlib.suppress(TypeError):
             self.index = operator.index(key)  # type: ignore[arg-type]
         try:
@@ -384,8 +386,16 @@ class _Sample(threading.local):
             self.pictures.append(picture)
 
     def note(self, result: Result | LaterView) -> None:
-        if self.results is not None:
-            self.results.append(result)
+        if self.results is None:
+            return
+        self.results.append(result)
+        if len(self.results) > 1 and torch.initial_seed() != self.seed:
+            raise UndecodedError(
+                "torch's seed is set between the images of a sample, so that they are sampled "
+                "alike. On the device each is sampled anew. Those that __getitem__ returns as "
+                "EncodedImage(Path(path).read_bytes(), index, path), without any transform, have "
+                f"the same random parameters: {BY_HAND} {AS_IT_IS}"
+            )
 
 
 _sample = _Sample()
@@ -479,8 +489,11 @@ def _fault_of(sample: Sample, made: list[Result | LaterView]) -> str:
             return "gave a picture that its transform did not get."
         if not any(image is result for result in made):
             return KEPT
-    if any(type(result) is LaterView for result in made) and len(images) < len(made):
-        return "leaves out a view that its transform has made."
+    if any(type(result) is LaterView for result in made):
+        if len(images) < len(made):
+            return "leaves out a view that its transform has made."
+        if len(images) > len(made):
+            return "gives a view in two places. Let the transform return it twice."
     if images:
         return ""
     if made:

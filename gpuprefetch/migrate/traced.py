@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
@@ -45,6 +46,7 @@ from gpuprefetch.migrate.stand_ins import (
     only_argument,
 )
 from gpuprefetch.migrate.taken import Takes
+from gpuprefetch.migrate.unseen import unseen_in
 from gpuprefetch.policies.known import flatten, name_of, title, torchvision_class
 from gpuprefetch.policies.registry import LibraryOp
 from gpuprefetch.policies.timm import from_timm, timm_class
@@ -52,6 +54,7 @@ from gpuprefetch.policies.timm import from_timm, timm_class
 Chain = tuple[str, ...]  # the pipelines of a view, by where the transform holds them
 _DEEPEST = 4  # of objects within objects
 _MOST = 64  # entries of a list that are looked at
+_PLAIN = (bool, int, float, str, Enum)  # what an attribute of a pipeline may be read as
 
 _SAME = (
     "accelerate moves a transform of several views that calls the same pipelines in the same order "
@@ -172,6 +175,11 @@ class Aside:
         self.path = path
         self._ops = [*flatten(pipeline)]
         self.takes = Takes.of(self._ops)
+        self._is_made = True
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance() goes by
+        return type(self.pipeline)
 
     def __call__(self, *given: object, **named: object) -> object:
         from PIL import Image
@@ -179,18 +187,35 @@ class Aside:
         pictures = select([given, named], lambda leaf: isinstance(leaf, Image.Image))
         if not pictures and not select([given, named], is_marked):
             return self.pipeline(*given, **named)  # with something else than a picture
-        trace = _running.trace
-        if trace is None or len(given) != 1 or named:
+        if _running.trace is None:
             raise UndecodedError(
-                f"{self.path} of the transform is called with {len(given) + len(named)} arguments, "
-                "and not with one picture."
+                f"{self.path} of the transform is called in another thread, or after the transform."
             )
-        return trace.call(self, given[0])
+        values = [*given, *named.values()]
+        if len(values) != 1:
+            raise UndecodedError(
+                f"{self.path} of the transform is called with {len(values)} arguments, and not "
+                "with one picture."
+            )
+        return _running.trace.call(self, values[0])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.pipeline, name)
+        value = getattr(self.pipeline, name)
+        values = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(each, _PLAIN) or each is None for each in values):
+            raise UndecodedError(
+                f"the transform uses .{name} of {self.path}, which it may change or call. {_SAME}"
+            )
+        return value
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "_is_made" in vars(self):
+            raise UndecodedError(
+                f"the transform sets .{name} of {self.path} for a picture. {_SAME}"
+            )
+        super().__setattr__(name, value)
 
     def gives_tensors(self, given: bool) -> bool:
         """Whether it gives tensors, of tensors or of pictures."""
@@ -369,6 +394,11 @@ class LeftTraced(LeftEncoded):
             f"{title(self.op)} calls {_named(chains)} here, and {_named(self.expected)} for the "
             f"first sample. {_SAME}"
         )
+
+    def refuse_unseen(self) -> None:
+        """Refuse a transform whose code does what its samples do not show."""
+        if unseen := unseen_in(self.objects):
+            raise UndecodedError(f"{unseen}, which no sample shows. {_SAME}")
 
     def lists(self) -> list[list[LibraryOp]]:
         """The ops of each view."""
