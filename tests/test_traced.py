@@ -20,6 +20,7 @@ from torchvision.transforms import v2
 from gpuprefetch import DataPrefetcher, EncodedImage, EncodedImageFolder, Views, convert_transforms
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.explain import explain
+from gpuprefetch.migrate.parity import parity
 
 COUNT = 7
 CPU = {"device": "cpu", "print_plan": False}
@@ -271,6 +272,15 @@ def test_the_plan_has_a_table_for_each_view(folder):
     assert "view 2: strong + normalize" in chained.describe()
 
 
+def test_parity_is_of_one_pipeline(folder):
+    transform = TwoCrops(LARGE)
+    with pytest.raises(TypeError, match=r"TwoCrops holds transform\.transform\. Give") as raised:
+        parity(DataLoader(ImageFolder(folder, transform), 3), 2, device="cpu")
+    line = str(raised.value).rpartition(": ")[2].removesuffix(".")
+    given = {"DataLoader": DataLoader, "ImageFolder": ImageFolder, "parity": parity}
+    assert eval(line, given | {"root": folder, "transform": transform}).mean < 1
+
+
 def test_a_trial_leaves_no_trace(folder):
     transform = Named()
     moved = accelerate(DataLoader(ImageFolder(folder, transform), 3), **CPU)
@@ -311,6 +321,7 @@ class Calls:
         self.small = SMALL
         self.crop = v1.CenterCrop(24)
         self.end = v1.ToTensor()
+        self.normalize = v1.Normalize([0.5] * 3, [0.25] * 3)
         self.kept = []
 
     def __call__(self, picture):
@@ -419,8 +430,8 @@ def test_what_no_sample_shows_is_refused_with_the_line_to_write(folder, name):
     # The line works.
     expression = text[text.index("Views(") : text.index("), where ")]
     names = {"Views": Views, "convert_transforms": convert_transforms, "t": transform}
-    line = "Views(*map(convert_transforms, [t.large, t.small, t.crop, t.end]))"
-    assert expression in (line, line.replace(", t.crop, t.end", ""))
+    line = "Views(*map(convert_transforms, [t.large, t.small, t.crop, t.end, t.normalize]))"
+    assert expression in (line, line.replace(", t.crop, t.end, t.normalize", ""))
     views = eval("Views(*map(convert_transforms, [t.large, t.small]))", names)
     files = DataLoader(EncodedImageFolder(folder), 3)
     assert len(next(iter(DataPrefetcher(files, transforms=views, device="cpu")))[0]) == 2
@@ -431,6 +442,7 @@ CALLS = {
         (t.large(x), t.small(x)) if isinstance(t.large, v1.Compose) else (t.small(x), t.large(x))
     ),
     "an attribute": lambda t, x: (t.large(x), t.crop.size[0], t.small(x)),
+    "a tensor passed on": lambda t, x: (t.normalize(t.large(x)), t.small(x)),
     "an argument by name": lambda t, x: (t.large(img=x), t.small(x)),
     "nested": lambda t, x: [[t.large(x), t.small(x)], {"more": [t.small(x)] * 2}],
     "a copy": lambda t, x: (t.large(x.copy()), t.small(x)),

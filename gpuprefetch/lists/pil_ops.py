@@ -42,16 +42,16 @@ def stand_for(op: LibraryOp) -> Stand | None:
         return _blur((own["radius_min"], own["radius_max"]), own["prob"])
     if is_written_as(kind.__call__, [_solarized]) and own.keys() == {"p"}:
         return _solarize(128, own["p"])
-    if is_lightly(op, "gaussian_blur", "GaussianBlur"):
+    if is_lightly(op, "gaussian_blur", "GaussianBlur") and own.keys() == {"prob", "sigmas"}:
         return _blur(tuple(own["sigmas"]), own["prob"])
-    if is_lightly(op, "solarize", "RandomSolarization"):
+    if is_lightly(op, "solarize", "RandomSolarization") and own.keys() == {"prob", "threshold"}:
         return _solarize(own["threshold"], own["prob"])
-    if is_lightly(op, "rotation", "RandomRotate"):
+    if is_lightly(op, "rotation", "RandomRotate") and own.keys() == {"prob", "angle"}:
         from torchvision.transforms import v2
 
         turn = v2.RandomRotation((own["angle"], own["angle"]))
         return Stand(v2.RandomApply([turn], p=own["prob"]), takes_tensors=True)
-    if is_lightly(op, "rotation", "RandomRotateDegrees"):
+    if is_lightly(op, "rotation", "RandomRotateDegrees") and own.keys() == {"transform"}:
         return Stand(own["transform"], takes_tensors=True)
     return None
 

@@ -184,8 +184,10 @@ class Aside:
     def __call__(self, *given: object, **named: object) -> object:
         from PIL import Image
 
-        pictures = select([given, named], lambda leaf: isinstance(leaf, Image.Image))
-        if not pictures and not select([given, named], is_marked):
+        def is_picture(leaf: object) -> bool:
+            return is_marked(leaf) or isinstance(leaf, Image.Image)
+
+        if not select([given, named], is_picture):
             return self.pipeline(*given, **named)  # with something else than a picture
         if _running.trace is None:
             raise UndecodedError(
