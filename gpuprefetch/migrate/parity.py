@@ -107,8 +107,8 @@ class ParityReport(Printed):
         height, width = self._worst[0].old.shape[1:]
         sheet = Image.new("RGB", (3 * width, LABEL + len(pairs) * (LABEL + height)), "white")
         draw = ImageDraw.Draw(sheet)
-        for column, title in enumerate(("torchvision", "gpuprefetch", f"{ENHANCED} x difference")):
-            draw.text((column * width + 2, 1), title, "black")
+        for column, name in enumerate(("torchvision", "gpuprefetch", f"{ENHANCED} x difference")):
+            draw.text((column * width + 2, 1), name, "black")
         for row, (pair, tiles) in enumerate(pairs):
             top = LABEL + row * (LABEL + height)
             label = f"{Path(pair.path).name}: mean {pair.mean:.2f}, max {pair.max:.0f} levels"
