@@ -1,6 +1,7 @@
 """A transform of several views moves as it is, if each sample shows what becomes of its views."""
 
 import copy
+import functools
 import pickle
 import random
 import re
@@ -435,6 +436,14 @@ def test_what_no_sample_shows_is_refused_with_the_line_to_write(folder, name):
     views = eval("Views(*map(convert_transforms, [t.large, t.small]))", names)
     files = DataLoader(EncodedImageFolder(folder), 3)
     assert len(next(iter(DataPrefetcher(files, transforms=views, device="cpu")))[0]) == 2
+
+
+def test_a_seed_is_known_where_torch_compile_has_wrapped_it(folder, monkeypatch):
+    wrapped = functools.wraps(torch.manual_seed)(lambda seed: None)
+    monkeypatch.setattr(torch, "manual_seed", wrapped)
+    loader = DataLoader(ImageFolder(folder, Calls(reseeded)), 3)
+    with pytest.raises(ValueError, match=r"reseeded calls torch\.manual_seed"):
+        accelerate(loader, **CPU)
 
 
 CALLS = {

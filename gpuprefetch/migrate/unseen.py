@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import builtins
 import dis
+import inspect
 import random
-from collections.abc import Iterable, Iterator
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 
 import numpy as np
 import torch
 
 _MOST = 200  # functions that are looked into
+_FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType)
 _LIBRARIES = ("builtins", "numpy", "PIL", "random", "torch", "torchvision")
 
-_SETS = {
-    random.seed: "random.seed",
-    random.setstate: "random.setstate",
-    np.random.seed: "numpy.random.seed",
-    np.random.set_state: "numpy.random.set_state",
-    torch.manual_seed: "torch.manual_seed",
-    torch.set_rng_state: "torch.set_rng_state",
-    torch.random.fork_rng: "torch.random.fork_rng",
+# Looked up when they are asked for: torch.compile puts a wrapper in the place of torch's.
+_SETTERS: dict[ModuleType, tuple[str, ...]] = {
+    random: ("seed", "setstate"),
+    np.random: ("seed", "set_state"),
+    torch: ("manual_seed", "set_rng_state"),
+    torch.random: ("fork_rng", "manual_seed", "set_rng_state"),
 }
 
 
@@ -47,18 +47,20 @@ def unseen_in(things: Iterable[object]) -> str:
             continue
         looked.add(function)
         for value in _loaded_by(function):
-            if callable(value) and (name := _setter(value)):
+            if isinstance(value, _FUNCTIONS) and (name := _setter(value)):
                 return f"{function.__qualname__} calls {name}, so that pipelines may sample alike"
             if isinstance(value, FunctionType) and not _is_known(value.__module__):
                 waiting.append(value)
     return ""
 
 
-def _setter(value: object) -> str:
-    try:
-        return _SETS.get(value, "")  # type: ignore[call-overload,no-any-return]
-    except TypeError:  # no hash
-        return ""
+def _setter(value: Callable[..., object]) -> str:
+    """The name of a function that sets a generator; empty for any other."""
+    for module, names in _SETTERS.items():
+        for name in names:
+            if inspect.unwrap(value) is inspect.unwrap(getattr(module, name)):
+                return f"{module.__name__}.{name}"
+    return ""
 
 
 def _is_known(module: str | None) -> bool:
