@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 _MOST = 200  # functions that are looked into
-_FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType)
+_FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType, type(np.random.seed))
 _LIBRARIES = ("builtins", "numpy", "PIL", "random", "torch", "torchvision")
 
 # Looked up when they are asked for: torch.compile puts a wrapper in the place of torch's.
