@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.epoch import Epoch, Lookahead, OneByOne
 from gpuprefetch.core.forks import garbage_stays_here
-from gpuprefetch.core.loaders import is_stateful, kind
+from gpuprefetch.core.loaders import is_stateful, kind, loader_within
 from gpuprefetch.core.nested import Batch, Loader
 from gpuprefetch.core.ranks import INTO_PREPARED, ranks_of, sampling_rank
 from gpuprefetch.core.resume import Beginning, Place, Progress, Source
@@ -60,12 +60,13 @@ _LOCKED = {
 }
 
 
-def _refuse_no_loader(loader: object) -> None:
+def _refuse_no_loader(given: object) -> None:
+    loader = loader_within(given)
     if isinstance(loader, (Dataset, str, bytes, type)) or not hasattr(loader, "__iter__"):
         raise TypeError(
             f"DataPrefetcher wraps a DataLoader, got {type(loader).__name__}. Put it into "
             "one: DataPrefetcher(DataLoader(dataset, batch_size=...)), with batch_size=None if it "
-            "gives batches already, as WebDataset's WebLoader does."
+            "gives batches already, as WebDataset's WebLoader with .batched() or .with_epoch()."
         )
     # A class of another module may begin anew in an __iter__ that returns itself.
     once = ("builtins", "itertools", "torch.utils.data.dataloader")

@@ -535,13 +535,13 @@ class Pair(ImageFolder):
 
 
 class TwoCrops:
-    """Two tensors of a picture, as contrastive learning takes them."""
+    """Two tensors of a picture, as contrastive learning takes them, and one of them changed."""
 
     def __init__(self, transform):
         self.transform = transform
 
     def __call__(self, picture):
-        return [self.transform(picture), self.transform(picture)]
+        return [self.transform(picture), self.transform(picture).flip(-1)]
 
 
 def stacked(pictures):

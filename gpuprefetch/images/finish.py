@@ -8,10 +8,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from gpuprefetch.core.nested import Batch, Leaf, map_leaves
+from gpuprefetch.core.nested import Batch, Leaf, map_leaves, select
 from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.images.columns import unstack
 from gpuprefetch.images.job import ImageJob
+from gpuprefetch.images.places import is_place, place_views
 from gpuprefetch.images.rows import is_column, refuse_other_rows, take_rows
 from gpuprefetch.images.tail import run_tail
 from gpuprefetch.images.view import View
@@ -58,6 +59,9 @@ def finish(
         row = kept.eq(only).nonzero()[:1, 0]
         batch = _keep(batch, jobs, views, row, len(kept))
         kept = row
+    if select(batch, is_place):
+        (job,) = jobs  # a sample with places has one image
+        batch = place_views(batch, job, job.results)
     return map_leaves(_result, batch, partial(is_column, count=len(kept)))
 
 

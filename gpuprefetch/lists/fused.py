@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 import numpy as np
 import torch
 
+from gpuprefetch.lists.chosen import Chooser
 from gpuprefetch.policies.known import constants, filter_of, name_of, title
 from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.transforms.head import (
@@ -20,6 +22,8 @@ from gpuprefetch.transforms.head import (
 )
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
+    ChosenPartOp,
+    ChosenPlaceOp,
     Fill,
     FlipOp,
     HeadOp,
@@ -99,6 +103,22 @@ _SIZE_RULES: dict[str, Callable[[LibraryOp], SizeRule]] = {
     "RandomShortestSize": lambda op: ShortestSize(tuple(op.min_size), op.max_size),
     "ScaleJitter": lambda op: JitteredScale(tuple(op.target_size), tuple(op.scale_range)),
 }
+
+
+class ChosenCrop(FusedTransform):
+    """A crop whose part the user's own ``get_params`` chooses: see :mod:`.chosen`.
+
+    Args:
+        op: the user's.
+        like: what torchvision's crop with the same arguments is here.
+    """
+
+    def __init__(self, op: LibraryOp, like: HeadOp) -> None:
+        values = {field.name: getattr(like, field.name) for field in fields(like)}  # type: ignore[arg-type]
+        if isinstance(like, ResizedCropOp):
+            super().__init__(ChosenPartOp(**values, choose=Chooser(op, ("scale", "ratio"))))
+        else:
+            super().__init__(ChosenPlaceOp(**values, choose=Chooser(op, ("size",))))
 
 
 def extended(head: Head, transform: LibraryOp) -> Head | None:

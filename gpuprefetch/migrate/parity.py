@@ -23,6 +23,8 @@ from gpuprefetch.migrate.folders import (
     pipeline_of,
 )
 from gpuprefetch.migrate.taken import opened
+from gpuprefetch.migrate.traced import LeftTraced
+from gpuprefetch.policies.known import title
 from gpuprefetch.policies.per_image import Cast, PerImage
 from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.prefetcher import DataPrefetcher
@@ -105,8 +107,8 @@ class ParityReport(Printed):
         height, width = self._worst[0].old.shape[1:]
         sheet = Image.new("RGB", (3 * width, LABEL + len(pairs) * (LABEL + height)), "white")
         draw = ImageDraw.Draw(sheet)
-        for column, title in enumerate(("torchvision", "gpuprefetch", f"{ENHANCED} x difference")):
-            draw.text((column * width + 2, 1), title, "black")
+        for column, name in enumerate(("torchvision", "gpuprefetch", f"{ENHANCED} x difference")):
+            draw.text((column * width + 2, 1), name, "black")
         for row, (pair, tiles) in enumerate(pairs):
             top = LABEL + row * (LABEL + height)
             label = f"{Path(pair.path).name}: mean {pair.mean:.2f}, max {pair.max:.0f} levels"
@@ -145,6 +147,12 @@ def parity(
     folders = folders_of(loader)
     pipeline = pipeline_of(folders)
     _, ops = opened(pipeline)
+    if (traced := LeftTraced.of_pipeline(pipeline)) is not None:
+        paths = [f"transform{path}" for path in traced.asides]
+        raise TypeError(
+            f"parity compares one pipeline, and {title(traced.op)} holds {', '.join(paths)}. Give "
+            f"it each in its turn: parity(DataLoader(ImageFolder(root, {paths[0]}), 64))."
+        )
     plan = convert(ops, pictures=True)
     view = encoded_view(loader.dataset, pipeline, folders)
     check_sample(view, loader.dataset, encoded=True, needed=True)

@@ -5,15 +5,17 @@ them composes into one map, and one resampling launch carries it out.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from gpuprefetch.transforms.random import Keys, fold, uniform
+from gpuprefetch.transforms.random import Keys, derive, fold, uniform
 
 Size = tuple[int, int]
+Box = tuple[int, int, int, int]  # top, left, height, width
 Floats = npt.NDArray[np.float64]
 # (height, width) of all images of a batch, or (N, 2) of each.
 Sizes = Size | npt.NDArray[np.int64]
@@ -202,6 +204,32 @@ class ResizedCropOp:
         return start, box
 
 
+# Chooses a part: of a seed, and of the height and width of a picture.
+Choose = Callable[[int, int, int], Box]
+
+
+def _whole(seed: int, height: int, width: int) -> Box:
+    return 0, 0, height, width
+
+
+def _chosen(choose: Choose, length: Floats, keys: Keys) -> tuple[Floats, Floats]:
+    """First pixel and size of what ``choose`` takes of pictures of this size, ``(N, 2)`` each."""
+    boxes = np.zeros((len(keys), 4))
+    for row, (key, size) in enumerate(zip(keys, length.astype(int).tolist(), strict=True)):
+        boxes[row] = choose(derive(key, 0), *size)
+    return boxes[:, :2], boxes[:, 2:]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPartOp(ResizedCropOp):
+    """A part that the user's own code chooses, brought to ``size``."""
+
+    choose: Choose = _whole
+
+    def _part(self, length: Floats, keys: Keys) -> tuple[Floats, Floats]:
+        return _chosen(self.choose, length, keys)
+
+
 def _scaled(length: Floats, one: Floats, to: float | Floats) -> Floats:
     """Sizes with the side ``one`` of ``length`` brought to ``to``, and the other after it."""
     # Truncated, not rounded, as torchvision and kornia do.
@@ -347,8 +375,12 @@ class RandomCropOp:
         _refuse_small(sampling, room, self.size, "RandomCrop")
         if like is not None:
             _refuse_unlike(sampling, like, self.size)
+        return sampling.crop(self._start(room, size, keys) - before, size)
+
+    def _start(self, room: Floats, size: Floats, keys: Keys) -> Floats:
+        """The first pixel of each image's part: ``room`` is what the part leaves of the image."""
         u = _sampled(keys, 2, self.same_on_batch)
-        return sampling.crop(np.floor(u * (room + 1)) - before, size)
+        return np.floor(u * (room + 1))
 
     @property
     def pad(self) -> bool:
@@ -375,6 +407,23 @@ class ZoomOutOp:
         room = (size - length).astype(np.float32)
         before = np.floor(room * u[:, 2:0:-1]).astype(np.float64)  # the left first
         return sampling.crop(-before, size)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPlaceOp(RandomCropOp):
+    """A place of ``size`` pixels that the user's own code chooses."""
+
+    choose: Choose = _whole  # of a padded picture
+
+    def _start(self, room: Floats, size: Floats, keys: Keys) -> Floats:
+        start, box = _chosen(self.choose, room + size, keys)
+        if (box != size).any():
+            other = box[(box != size).any(axis=1)][0].astype(int)
+            raise ValueError(
+                f"get_params of a RandomCrop{self.size} gave a part of {other[0]} x {other[1]} "
+                "pixels. Let it give one of that size, or derive it from RandomResizedCrop."
+            )
+        return start
 
 
 def _refuse_small(sampling: Sampling, room: Floats, size: Size, name: str) -> None:
