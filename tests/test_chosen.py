@@ -77,6 +77,7 @@ CROPS = {
     "a place": [Lower(24), *END],
     "a place of a resized picture": [v1.Resize(40), Lower((30, 24)), *END],
     "a place with padding": [Lower(24, padding=(5, 0, 2, 6)), *END],
+    "a place with gray padding": [Lower(24, padding=(5, 0, 2, 6), fill=90), *END],
     "a place of a smaller picture": [Lower((70, 30), pad_if_needed=True), *END],
     "after an op that does nothing": [v1.Lambda(lambda x: x.convert("RGB")), Corner(24), *END],
 }
@@ -276,7 +277,7 @@ OTHERS = {
     "a hook": hooked(Corner(24)),
     "a forward of the object": with_own_forward(Corner(24)),
     "lanczos": Corner(24, interpolation=v1.InterpolationMode.LANCZOS),
-    "padding that is not black": Lower(24, padding=2, fill=9),
+    "padding that mirrors": Lower(24, padding=2, padding_mode="reflect"),
 }
 
 

@@ -268,7 +268,7 @@ def test_the_plan_has_a_table_for_each_view(folder):
     assert re.findall("view .*", text) == ["view 1: first", "view 2: second", "view 3, 4, 5: local"]
     assert text.count("fused launch") == 9
     assert moved.plan is moved.plans[0] and len(moved.plans) == 5
-    assert text in explain(loader)
+    assert accelerate(loader, print_plan=False).describe() in explain(loader)
     chained = accelerate(DataLoader(ImageFolder(folder, WeakAndStrong()), 3), **CPU)
     assert "view 2: strong + normalize" in chained.describe()
 
@@ -278,7 +278,8 @@ def test_parity_is_of_one_pipeline(folder):
     with pytest.raises(TypeError, match=r"TwoCrops holds transform\.transform\. Give") as raised:
         parity(DataLoader(ImageFolder(folder, transform), 3), 2, device="cpu")
     line = str(raised.value).rpartition(": ")[2].removesuffix(".")
-    given = {"DataLoader": DataLoader, "ImageFolder": ImageFolder, "parity": parity}
+    given = {"DataLoader": DataLoader, "ImageFolder": ImageFolder}
+    given["parity"] = functools.partial(parity, device="cpu")  # a GPU's decoder differs by more
     assert eval(line, given | {"root": folder, "transform": transform}).mean < 1
 
 
