@@ -74,8 +74,9 @@ def fastest(folder: Path, gpu: str | None, cell: dict[str, Any]) -> Fastest | No
                 for column, values in rates.items()
                 if loaders.parse(column)[1]["threads"] <= cell["cores"]
             }
-            if engine != cell["engine"] or not allowed:
-                continue
+            finished = any(len(found) >= protocol.LEAST_ROUNDS for found in rates.values())
+            if engine != cell["engine"] or not allowed or not finished:
+                continue  # the first settings of a sweep are not its fastest ones
             column, rate = best(allowed)
             alike = (
                 model == cell["model"] and mode == cell["mode"],
