@@ -17,6 +17,7 @@ from gpuprefetch.policies.known import UnsupportedTransformError
 from gpuprefetch.policies.per_image import PerImage
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.preprocess import preprocess
+from gpuprefetch.transforms.fitting import Letterbox, ResizeToSequence, SmartResize
 from gpuprefetch.transforms.head import CenterCrop, RandomResizedCrop, Resize
 from gpuprefetch.transforms.results import PaddedImages, Padding
 
@@ -30,13 +31,16 @@ __all__ = [
     "EncodedImage",
     "EncodedImageFolder",
     "EncodedImages",
+    "Letterbox",
     "PaddedImages",
     "Padding",
     "ParityReport",
     "PerImage",
     "RandomResizedCrop",
     "Resize",
+    "ResizeToSequence",
     "SelfcheckReport",
+    "SmartResize",
     "Stats",
     "UnsupportedTransformError",
     "Views",

@@ -17,9 +17,11 @@ from gpuprefetch.transforms.results import Pieces, Places, ResultForm
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
     Fill,
+    FittedResizeOp,
     FlipOp,
     Floats,
     HeadOp,
+    LetterboxOp,
     RandomSizeOp,
     ResizedCropOp,
     ResizeOp,
@@ -48,7 +50,7 @@ Interpolation = str | int | Enum
 _OF_PIL = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
 
 
-def _filter(interpolation: Interpolation) -> str:
+def filter_name(interpolation: Interpolation) -> str:
     """The name of a filter, which torchvision's InterpolationMode and PIL's Resampling have too."""
     name = getattr(interpolation, "value", interpolation)
     name = _OF_PIL.get(name, name) if isinstance(name, int) else name
@@ -57,7 +59,7 @@ def _filter(interpolation: Interpolation) -> str:
     return str(name)
 
 
-_RESIZES = (ResizedCropOp, ResizeOp, RandomSizeOp)
+_RESIZES = (ResizedCropOp, ResizeOp, RandomSizeOp, FittedResizeOp, LetterboxOp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +342,9 @@ class RandomResizedCrop(FusedTransform):
                 "scale=(0.08, 1.0)."
             )
         exact = pair(size, "RandomResizedCrop")
-        super().__init__(ResizedCropOp(exact, tuple(scale), tuple(ratio), _filter(interpolation)))
+        super().__init__(
+            ResizedCropOp(exact, tuple(scale), tuple(ratio), filter_name(interpolation))
+        )
 
 
 class Resize(FusedTransform):
@@ -371,7 +375,7 @@ class Resize(FusedTransform):
                 "Resize(max_size=...) takes the longer side at most, above an int size, got "
                 f"size={size!r} and max_size={max_size!r}."
             )
-        super().__init__(ResizeOp(exact, _filter(interpolation), max_size=max_size))
+        super().__init__(ResizeOp(exact, filter_name(interpolation), max_size=max_size))
 
 
 class CenterCrop(FusedTransform):
