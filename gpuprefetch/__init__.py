@@ -19,7 +19,14 @@ from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.preprocess import preprocess
 from gpuprefetch.transforms.fitting import Letterbox, ResizeToSequence, SmartResize
 from gpuprefetch.transforms.head import CenterCrop, RandomResizedCrop, Resize
-from gpuprefetch.transforms.results import PaddedImages, Padding
+from gpuprefetch.transforms.results import (
+    PackedPatches,
+    PaddedImages,
+    PaddedPatches,
+    Padding,
+    Patches,
+    PatchPadding,
+)
 
 __version__ = "0.2.0"
 __all__ = [
@@ -32,9 +39,13 @@ __all__ = [
     "EncodedImageFolder",
     "EncodedImages",
     "Letterbox",
+    "PackedPatches",
     "PaddedImages",
+    "PaddedPatches",
     "Padding",
     "ParityReport",
+    "PatchPadding",
+    "Patches",
     "PerImage",
     "RandomResizedCrop",
     "Resize",

@@ -1,6 +1,7 @@
 """What vision transformers take: sizes from areas and patch numbers, and packed patches."""
 
 import io
+import itertools
 
 import numpy as np
 import pytest
@@ -13,7 +14,19 @@ from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
 import gpuprefetch
-from gpuprefetch import Letterbox, ResizeToSequence, SmartResize, preprocess
+from gpuprefetch import (
+    EncodedImage,
+    Letterbox,
+    PackedPatches,
+    PaddedPatches,
+    Patches,
+    PatchPadding,
+    ResizeToSequence,
+    SmartResize,
+    Views,
+    preprocess,
+)
+from gpuprefetch.transforms.patches import PatchLayout, pack_reference, pack_triton
 
 # Twenty pictures: one pixel, 60:1, and sizes that divide nothing.
 SHAPES = [(1, 1), (60, 1), (1, 60), (7, 420), (420, 7), (28, 28), (56, 56), (64, 64)]
@@ -155,7 +168,7 @@ def test_boxes_and_masks_follow_a_letterbox():
         "masks": tv_tensors.Mask(torch.ones(1, height, width)),
     }
     file = encode(draw(height, width), "PNG")
-    dataset = [(gpuprefetch.EncodedImage(file, 0), target)]
+    dataset = [(EncodedImage(file, 0), target)]
     ((images, (got,)),) = prefetcher_of(
         dataset,
         batch_size=1,
@@ -167,3 +180,224 @@ def test_boxes_and_masks_follow_a_letterbox():
     torch.testing.assert_close(boxes, torch.tensor([[4.0, 12.0, 20.0, 18.0]]))
     mask = torch.Tensor(got["masks"])
     assert (mask[:, 10:30] == 1).all() and (mask[:, :10] == 7).all() and (mask[:, 30:] == 7).all()
+
+
+# --- packed patches -----------------------------------------------------------------------------
+
+
+def packed_by_hand(image, patch, merge, copies):
+    """The rows of an image, patch by patch."""
+    rows = []
+    _, height, width = image.shape
+    square = patch * merge
+    for top, left in itertools.product(range(0, height, square), range(0, width, square)):
+        for y, x in itertools.product(range(merge), range(merge)):
+            one = image[:, top + y * patch :, left + x * patch :][:, :patch, :patch]
+            rows.append(torch.stack([one] * copies, 1).flatten())
+    return torch.stack(rows)
+
+
+def padded_by_hand(image, patch, most):
+    """The rows of an image with zeros after them, and how many there are."""
+    _, height, width = image.shape
+    rows = torch.zeros(most, patch * patch * len(image), dtype=image.dtype)
+    corners = [*itertools.product(range(0, height, patch), range(0, width, patch))]
+    for number, (top, left) in enumerate(corners):
+        rows[number] = image[:, top : top + patch, left : left + patch].permute(1, 2, 0).flatten()
+    return rows, len(corners)
+
+
+def assert_packed(batch, images, form):
+    assert isinstance(batch, PackedPatches)
+    patch, merge, copies = form.patch_size, form.merge_size, form.temporal_patch_size
+    want = torch.cat([packed_by_hand(image, patch, merge, copies) for image in images])
+    assert batch.pixel_values.dtype == want.dtype and torch.equal(batch.pixel_values, want)
+    grid = [[1, image.shape[1] // patch, image.shape[2] // patch] for image in images]
+    assert batch.image_grid_thw.dtype == torch.int64 and batch.image_grid_thw.tolist() == grid
+
+
+def assert_padded(batch, images, form):
+    assert isinstance(batch, PaddedPatches)
+    most = form.max_num_patches
+    assert batch.pixel_values.shape[:2] == batch.pixel_attention_mask.shape == (len(images), most)
+    assert batch.pixel_attention_mask.dtype == torch.int32
+    for row, image in enumerate(images):
+        want, count = padded_by_hand(image, form.patch_size, most)
+        assert torch.equal(batch.pixel_values[row], want)
+        assert batch.pixel_attention_mask[row].tolist() == [1] * count + [0] * (most - count)
+        shape = [side // form.patch_size for side in image.shape[1:]]
+        assert batch.spatial_shapes[row].tolist() == shape
+
+
+FORMS = {
+    "packed": (SmartResize(8, 64, 1600), Patches(4, 2, 2), assert_packed),
+    "one frame": (SmartResize(15, 64, 2500), Patches(5, 3, 1), assert_packed),
+    "padded": (ResizeToSequence(6, 20), PatchPadding(6, 20), assert_padded),
+}
+TAILS = {
+    "none": [],
+    "normalized": [*TO_FLOAT, v2.Normalize(MEAN, STD)],
+    "a program": [*TO_FLOAT, v2.ColorJitter(0.4)],
+}
+
+
+@pytest.mark.parametrize("memory_format", [None, torch.channels_last])
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("name", FORMS)
+def test_patches_are_those_of_the_list(name, tail, memory_format):
+    resize, form, check = FORMS[name]
+    ops = [resize, v2.RandomHorizontalFlip(), *TAILS[tail]]
+    options = {"transforms": ops, "seed": 4, "memory_format": memory_format, "batch_size": 7}
+    lists = prefetcher_of(numbered(FILES), **options)
+    packed = prefetcher_of(numbered(FILES), results=form, **options)
+    for (images, _), (batch, numbers) in zip(lists, packed, strict=True):
+        check(batch, images, form)
+        assert len(numbers) == len(images)
+
+
+LAYOUTS = {
+    "merged": PatchLayout(3, 2, 2),
+    "a power of two": PatchLayout(4, 1, 1),
+    "channels last": PatchLayout(5, channels_last=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_kernel_packs_as_its_twin(name, dtype, kernel_device):
+    layout = LAYOUTS[name]
+    shapes = [(1, 1), (2, 5), (4, 1)]
+    images = []
+    for number, (down, across) in enumerate(shapes):
+        size = (layout.factor * down, layout.factor * across)
+        image = (torch.rand(3, *size) * 255).to(kernel_device, dtype)
+        planes = image if number % 2 else image[None].to(memory_format=torch.channels_last)[0]
+        images.append(planes)
+    counts = layout.grids(np.array([image.shape[1:] for image in images])).prod(axis=1)
+    starts = np.cumsum(counts) - counts + 2 * np.arange(3)  # with rows in between
+    out = torch.zeros(int(counts.sum()) + 4, layout.row_length(3), dtype=dtype)
+    got, want = out.to(kernel_device), out.to(kernel_device)
+    pack_triton(images, got, starts, layout)
+    pack_reference(images, want, starts, layout)
+    assert torch.equal(got, want) and bool(want[int(counts[0])].eq(0).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("name", FORMS)
+def test_a_gpu_packs_what_its_list_holds(name, tail):
+    resize, form, check = FORMS[name]
+    ops = [resize, v2.RandomHorizontalFlip(), *TAILS[tail]]
+    options = {"transforms": ops, "seed": 4, "batch_size": 7}
+    lists = prefetcher_of(numbered(FILES), "cuda", **options)
+    packed = prefetcher_of(numbered(FILES), "cuda", results=form, **options)
+    on_cpu = prefetcher_of(numbered(FILES), results=form, **options)
+    for (images, _), (batch, _), (twin, _) in zip(lists, packed, on_cpu, strict=True):
+        assert all(tensor.is_cuda for tensor in batch)
+        check(type(batch)(*(tensor.cpu() for tensor in batch)), [i.cpu() for i in images], form)
+        assert torch.equal(batch[1].cpu(), twin[1])
+        assert batch[0].shape == twin[0].shape
+        if tail != "a program":
+            close = (batch[0].cpu().float() - twin[0]).abs() <= 3.1 / 255 / min(STD)
+            assert close.float().mean() >= 0.99
+
+
+# --- in an epoch --------------------------------------------------------------------------------
+
+
+RESIZE, PACKED, _ = FORMS["packed"]
+OPS = [RESIZE, v2.RandomHorizontalFlip(), *TO_FLOAT]
+
+
+def same(one, other):
+    return all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_files_are_left_out_or_replaced(workers):
+    files = [FILES[0], b"none", FILES[9], FILES[7][:500], FILES[3]]
+    good = [FILES[i] for i in (0, 9, 3)]
+    options = {"transforms": [RESIZE, *TO_FLOAT], "seed": 0, "num_workers": workers}
+    for form in (PACKED, PatchPadding(4, 400)):
+        options["results"] = form
+        ((skipped, numbers),) = prefetcher_of(numbered(files), on_error="skip", **options)
+        ((alone, _),) = prefetcher_of(numbered(good), **options)
+        assert numbers.tolist() == [0, 2, 4] and same(skipped, alone)
+        ((replaced, _),) = prefetcher_of(numbered(files), on_error="replace", **options)
+        assert len(replaced[1]) == 5 and torch.equal(replaced[1][::2], alone[1])
+        with pytest.raises(gpuprefetch.BadImageError):
+            list(prefetcher_of(numbered(files), **options))
+
+
+@pytest.mark.parametrize("ops", [OPS, [*OPS, v2.ColorJitter(0.3)]])
+def test_an_epoch_goes_on_and_is_replayed(ops):
+    prefetcher = prefetcher_of(
+        numbered(FILES), batch_size=6, shuffle=True, transforms=ops, results=PACKED
+    )
+    batches = iter(prefetcher)
+    first, numbers = next(batches)
+    replayed, number = prefetcher.replay(int(numbers[1]))
+    before, count = first.image_grid_thw.prod(1)[:2].tolist()
+    assert torch.equal(replayed.pixel_values, first.pixel_values[before : before + count])
+    assert number.tolist() == numbers[1:2].tolist()
+    state = prefetcher.state_dict()
+    rest = [batch for batch, _ in batches]
+    prefetcher.load_state_dict(state)
+    again = [batch for batch, _ in prefetcher]
+    assert len(again) == len(rest) == 3 and all(map(same, again, rest))
+
+
+def test_views_of_patches():
+    lists = Views(OPS, [RESIZE, *TO_FLOAT])
+    ((views, _),) = prefetcher_of(
+        numbered(FILES), batch_size=20, transforms=lists, results=PACKED, seed=5
+    )
+    ((alone, _),) = prefetcher_of(
+        numbered(FILES), batch_size=20, transforms=OPS, results=PACKED, seed=5
+    )
+    assert same(views[0], alone) and torch.equal(views[0][1], views[1][1])
+    assert not torch.equal(views[0][0], views[1][0])
+
+
+def test_the_budget_counts_the_patches():
+    sizes = [RESIZE.size_of(*shape) for shape in SHAPES]
+    need = 4 * 3 * sum(height * width for height, width in sizes)
+    options = {"transforms": OPS, "batch_size": 20}
+    decoded = max(3 * height * width for height, width in SHAPES)
+    list(prefetcher_of(numbered(FILES), memory_budget=2 * need, **options))
+    with pytest.raises(ValueError, match=r"a batch needs .* on the device until it is handed over"):
+        options["results"] = PACKED
+        list(prefetcher_of(numbered(FILES), memory_budget=2 * need, **options))
+    enough = 3 * need + 20 * decoded + 100_000
+    assert len(list(prefetcher_of(numbered(FILES), memory_budget=enough, **options))) == 1
+
+
+def test_images_that_are_not_whole_patches_are_named():
+    """The error's line is followed."""
+    form = Patches(4, 2)
+    options = {"batch_size": 20, "results": form}
+    with pytest.raises(
+        ValueError, match=r"multiples of 8, and image 0 .* has 20 x 20 .*Resize\(8\)"
+    ):
+        list(prefetcher_of(numbered(FILES), transforms=[v2.Resize((20, 20))], **options))
+    ((batch, _),) = prefetcher_of(numbered(FILES), transforms=[SmartResize(8)], **options)
+    assert batch.pixel_values.shape[1] == 3 * 2 * 4 * 4
+    options["results"] = PatchPadding(4, 9)
+    with pytest.raises(ValueError, match=r"no room for 25 patches.*ResizeToSequence\(4, 9\)"):
+        list(prefetcher_of(numbered(FILES), transforms=[v2.Resize((20, 20))], **options))
+    ((batch, _),) = prefetcher_of(numbered(FILES), transforms=[ResizeToSequence(4, 9)], **options)
+    assert batch.pixel_values.shape == (20, 9, 3 * 4 * 4)
+    for make, text in [
+        (lambda: Patches(0), r"Patches\(patch_size=...\) takes 1 or more, got 0"),
+        (lambda: Patches(temporal_patch_size=1.5), "temporal_patch_size=.*got 1.5"),
+        (lambda: PatchPadding(16, -1), r"PatchPadding\(max_num_patches=...\) .* got -1"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            make()
+
+
+def test_a_preview_shows_the_images(tmp_path):
+    prefetcher = prefetcher_of(numbered(FILES), transforms=OPS, results=PACKED, seed=0)
+    sheet = prefetcher.preview(2)
+    sheet.save(tmp_path / "sheet.png")
+    assert (tmp_path / "sheet.png").stat().st_size > 1000

@@ -13,7 +13,7 @@ import torch
 from gpuprefetch.transforms.launch import coloring, resample, resample_each
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.reference import Ints
-from gpuprefetch.transforms.results import Pieces, Places, ResultForm
+from gpuprefetch.transforms.results import Pieces, Places, ResultForm, form_of
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
     Fill,
@@ -124,6 +124,10 @@ class Head:
         """Whether each result has a size of its own."""
         return self.form is not None and self.form.has_own_sizes
 
+    def listed(self) -> Self:
+        """The same, whose results of their own sizes are handed over one by one."""
+        return replace(self, form=form_of(own_sizes=True)) if self.has_own_sizes else self
+
     @property
     def varies_size(self) -> bool:
         """Whether the sizes of results depend on those of the images, or on chance."""
@@ -159,6 +163,14 @@ class Head:
             device=device,
             memory_format=self.memory_format or torch.contiguous_format,
         )
+
+    def result_bytes(self, count: int) -> int:
+        """Bytes that the results of ``count`` images need on the device until they are ready."""
+        memory = self.empty(count, "meta")
+        added = 0
+        if self.form is not None and isinstance(self.size, np.ndarray):
+            added = self.form.added_values(self.size)
+        return memory.nbytes + added * memory.element_size()
 
     def results(self, memory: torch.Tensor) -> torch.Tensor | Pieces:
         """The results of a batch in such memory: itself, or N views ``(3, H_i, W_i)``."""
