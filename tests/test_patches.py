@@ -15,6 +15,7 @@ from torchvision.transforms.v2 import functional as F
 
 import gpuprefetch
 from gpuprefetch import (
+    DataPrefetcher,
     EncodedImage,
     Letterbox,
     PackedPatches,
@@ -23,7 +24,9 @@ from gpuprefetch import (
     PatchPadding,
     ResizeToSequence,
     SmartResize,
+    UnsupportedTransformError,
     Views,
+    convert_transforms,
     preprocess,
 )
 from gpuprefetch.transforms.patches import PatchLayout, pack_reference, pack_triton
@@ -401,3 +404,152 @@ def test_a_preview_shows_the_images(tmp_path):
     sheet = prefetcher.preview(2)
     sheet.save(tmp_path / "sheet.png")
     assert (tmp_path / "sheet.png").stat().st_size > 1000
+
+
+# --- image processors ---------------------------------------------------------------------------
+
+
+class Processor:
+    """As Hugging Face's: settings, and a call that carries them out with torchvision."""
+
+    do_rescale = True
+    image_mean = MEAN
+
+    def __init__(self, rule, form, *, shifted=False, **settings):
+        self.rule, self.form, self.shifted = rule, form, shifted
+        self.settings = settings | {
+            "do_resize": True,
+            "resample": 3,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": MEAN,
+            "image_std": STD,
+        }
+
+    def to_dict(self):
+        return dict(self.settings)
+
+    def __call__(self, images, return_tensors):
+        size = self.rule.size_of(images.height, images.width)
+        image = F.resize(F.pil_to_tensor(images), size, InterpolationMode.BICUBIC, antialias=True)
+        image = F.normalize(image / 255, MEAN, STD)
+        form = self.form
+        if isinstance(form, Patches):
+            sides = form.patch_size, form.merge_size, form.temporal_patch_size
+            down, across = (side // form.patch_size for side in size)
+            grid = [[2 if self.shifted else 1, down, across]]
+            return {"pixel_values": packed_by_hand(image, *sides), "image_grid_thw": grid}
+        rows, count = padded_by_hand(image, form.patch_size, form.max_num_patches)
+        mask = torch.ones(1, len(rows), dtype=torch.int32)
+        mask[0, count:] = 0
+        shapes = [[side // form.patch_size for side in size]]
+        return {
+            "pixel_values": rows[None],
+            "pixel_attention_mask": mask,
+            "spatial_shapes": shapes,
+        }
+
+
+def qwen(**settings):
+    bounds = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 40}
+    given = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "size": bounds}
+    rule = SmartResize(28, 56 * 56, 28 * 28 * 40)
+    return Processor(rule, Patches(14, 2, 2), **(given | settings))
+
+
+def naflex():
+    rule = ResizeToSequence(16, 40)
+    return Processor(rule, PatchPadding(16, 40), patch_size=16, max_num_patches=40)
+
+
+PROCESSORS = {
+    "qwen": qwen,
+    "its older settings": lambda: qwen(size=None, min_pixels=56 * 56, max_pixels=28 * 28 * 40),
+    "naflex": naflex,
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_processor_becomes_a_list_with_its_patches(name):
+    processor = PROCESSORS[name]()
+    ops = convert_transforms(processor)
+    assert ops[-1] == processor.form
+    batch = preprocess(FILES, processor, device="cpu")
+    assert same(batch, preprocess(FILES, ops, device="cpu"))
+    ((given, _),) = prefetcher_of(
+        numbered(FILES), batch_size=20, transforms=ops[:-1], results=ops[-1]
+    )
+    assert same(batch, given)
+    off = []
+    for number, file in enumerate(FILES):
+        want = processor(Image.open(io.BytesIO(file)).convert("RGB"), "pt")
+        one = preprocess([file], ops, device="cpu")
+        assert torch.equal(batch[1][number : number + 1], one[1])
+        off.append((one.pixel_values - want["pixel_values"]).abs().max() * 255 * max(STD))
+    assert max(off) <= LEVEL
+    assert str(processor.form) in gpuprefetch.explain(processor)
+
+
+def test_a_processor_that_is_not_its_settings_is_refused():
+    wrong = [
+        (qwen(merge_size=4), r"it makes another image_grid_thw"),
+        (qwen(merge_size=None), "its setting patch_size=14 is not known"),
+        (qwen(max_num_patches=4), "its setting max_num_patches=4 is not known"),
+        (qwen(patch_size=-14), r"Patches\(patch_size=...\) takes 1 or more"),
+        (qwen(size={"shortest_edge": 9000, "longest_edge": 100}), "not above the largest"),
+        (qwen(shifted=True), "it makes another image_grid_thw"),
+    ]
+    for processor, text in wrong:
+        with pytest.raises(UnsupportedTransformError, match=text):
+            convert_transforms(processor)
+
+
+def test_hugging_faces_processors_are_read():
+    transformers = pytest.importorskip("transformers")
+    bounds = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 200}
+    pil = "transformers.models.{0}.image_processing_pil_{0}"
+    processors = [
+        transformers.Qwen2VLImageProcessor(size=bounds),
+        transformers.Siglip2ImageProcessor(max_num_patches=200),
+        pytest.importorskip(pil.format("qwen2_vl")).Qwen2VLImageProcessorPil(size=bounds),
+        pytest.importorskip(pil.format("siglip2")).Siglip2ImageProcessorPil(max_num_patches=200),
+    ]
+    pictures = [Image.open(io.BytesIO(file)).convert("RGB") for file in FILES]
+    for processor in processors:
+        want = processor(images=pictures, return_tensors="pt")
+        got = preprocess(FILES, processor, device="cpu")
+        assert [*got._fields] == [*want]
+        for name, values in got._asdict().items():
+            assert values.dtype == want[name].dtype and values.shape == want[name].shape
+            if name != "pixel_values":
+                assert torch.equal(values, want[name])
+        off = (got.pixel_values - want["pixel_values"]).abs() * 255
+        # A row has its values by channel, or by pixel.
+        last = "spatial_shapes" in got._fields
+        off = off.unflatten(-1, (-1, 3) if last else (3, -1)).movedim(-1 if last else 1, -1)
+        off *= torch.tensor(processor.image_std)
+        if type(processor).__name__.endswith("Pil"):
+            # Pillow rounds, and clamps bicubic values, in another order than torch does.
+            assert (off <= LEVEL).float().mean() > 0.999
+        else:
+            assert off.max() <= LEVEL
+
+
+def test_a_list_ends_with_patches():
+    options = {"transforms": [*OPS, PACKED], "seed": 1}
+    ended = prefetcher_of(numbered(FILES), **options)
+    told = prefetcher_of(numbered(FILES), transforms=OPS, results=PACKED, seed=1)
+    for (one, _), (other, _) in zip(ended, told, strict=True):
+        assert isinstance(one, PackedPatches) and same(one, other)
+    ((listed, _), *_) = prefetcher_of(numbered(FILES), results="list", **options)
+    assert isinstance(listed, list)
+    with pytest.raises(
+        ValueError, match=r"no transform comes after it.*results=Patches\(patch_size=4"
+    ):
+        list(prefetcher_of(numbered(FILES), transforms=[RESIZE, PACKED, *TO_FLOAT]))
+    images = torch.rand(4, 3, 16, 24)
+    (batch,) = DataPrefetcher([images], transforms=[PACKED], device="cpu")
+    assert_packed(batch, images, PACKED)
+    with pytest.raises(ValueError, match=r"takes images \(N, C, H, W\).* got \(3, 16, 24\)"):
+        PACKED(images[0])

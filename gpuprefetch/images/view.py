@@ -76,7 +76,7 @@ class View:
                 raise
             written = _view_of(read_for_tensors(transforms), dtype, memory_format)
             return replace(written, refused=error)
-        if files_alone or not (view.plan.is_pipeline or form is not None):
+        if files_alone or not (view.plan.is_pipeline or form or view.plan.results):
             return view
         try:
             written = _view_of(read_for_tensors(transforms), dtype, memory_format)
@@ -207,6 +207,7 @@ def _view_of(
             "dtype=torch.uint8 is for values of 0 to 255, and Normalize gives others. Leave one of "
             "them out."
         )
+    form = form or plan.results
     cast = Cast(dtype, memory_format)
     if plan.is_pipeline and plan.tail and not cast.leaves_all:
         # A pipeline keeps its values up to its end, so that they are not rounded before.

@@ -70,6 +70,7 @@ from gpuprefetch.policies.per_image import (
 from gpuprefetch.policies.registry import Is, LibraryOp, has, rows_of
 from gpuprefetch.policies.timm import from_timm, samples_sizes, timm_class, why_not
 from gpuprefetch.transforms.head import RESIZE_FILTERS, FusedTransform, Head, Transform
+from gpuprefetch.transforms.results import ResultForm
 from gpuprefetch.transforms.sampling import HeadOp
 
 # What a prefetcher takes: a list, one transform, or nothing.
@@ -122,6 +123,7 @@ class Plan(Printed):
     written: list[Transform] = field(default_factory=list)  # all of them, fused ones first
     tail: list[Transform] = field(default_factory=list)  # after the fused ones, as they run
     is_pipeline: bool = False  # whether torchvision's ops come first, with torchvision's meaning
+    results: ResultForm | None = None  # that a list of decoded images ends with
 
     @property
     def transforms(self) -> list[Transform]:
@@ -210,10 +212,18 @@ def read_for_files(transforms: Transforms) -> Plan:
         UnsupportedTransformError: for an op of torchvision's that stands where it cannot run.
     """
     ops = _checked(transforms)
+    results = ops.pop() if ops and isinstance(ops[-1], ResultForm) else None
+    for op in ops:
+        if isinstance(op, ResultForm):
+            raise ValueError(
+                f"{op} makes patches of images, and no transform comes after it. Put it last in "
+                "the list, or leave it out and write DataPrefetcher(loader, transforms=[...], "
+                f"results={op})."
+            )
     walk = _Walk(Form(is_sized=not any(map(gives_size, ops))), is_pipeline=True)
     for op in ops:
         walk.take(op)
-    return walk.finish()
+    return replace(walk.finish(), results=results)
 
 
 def _checked(transforms: Transforms) -> list[Transform]:

@@ -214,6 +214,7 @@ class Padding(ResultForm):
 class Patches(ResultForm):
     """Patches of images of their own sizes, for ``DataPrefetcher(results=Patches(...))``.
 
+    A list of transforms may end with it instead, as that of an image processor does.
     A batch is :class:`PackedPatches`: the numbers of Qwen2-VL's image processor, in its order. The
     sides of images must be multiples of ``patch_size * merge_size``: see :class:`SmartResize`.
 
@@ -232,6 +233,10 @@ class Patches(ResultForm):
 
     def __post_init__(self) -> None:
         _require_positive(self)
+
+    def __call__(self, images: torch.Tensor) -> PackedPatches:
+        """Cut images ``(N, C, H, W)`` of one size into patches: the last transform of a list."""
+        return self.joined(_several(self, images))
 
     def joined(self, images: Sequence[torch.Tensor]) -> PackedPatches:
         grids = self._layout.grids(_sizes_of(images))
@@ -255,6 +260,7 @@ class Patches(ResultForm):
 class PatchPadding(ResultForm):
     """Patches, padded to one number an image, for ``DataPrefetcher(results=PatchPadding(...))``.
 
+    A list of transforms may end with it instead, as that of an image processor does.
     A batch is :class:`PaddedPatches`: the numbers of SigLIP2's image processor, in its order.
     The sides of images must be multiples of ``patch_size``, with ``max_num_patches`` patches at
     most: see :class:`ResizeToSequence`.
@@ -272,6 +278,10 @@ class PatchPadding(ResultForm):
 
     def __post_init__(self) -> None:
         _require_positive(self)
+
+    def __call__(self, images: torch.Tensor) -> PaddedPatches:
+        """Cut images ``(N, C, H, W)`` of one size into patches: the last transform of a list."""
+        return self.joined(_several(self, images))
 
     def joined(self, images: Sequence[torch.Tensor]) -> PaddedPatches:
         grids = self._layout.grids(_sizes_of(images))
@@ -298,6 +308,13 @@ class PatchPadding(ResultForm):
     @property
     def _layout(self) -> PatchLayout:
         return PatchLayout(self.patch_size, channels_last=True)
+
+
+def _several(form: ResultForm, images: torch.Tensor) -> Sequence[torch.Tensor]:
+    if not isinstance(images, torch.Tensor) or images.dim() != 4 or not len(images):
+        got = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
+        raise ValueError(f"{form} takes images (N, C, H, W), one at least, got {got}.")
+    return images.unbind()
 
 
 def _sizes_of(images: Sequence[torch.Tensor]) -> Ints:
