@@ -5,6 +5,7 @@ from gpuprefetch.core.stats import Stats
 from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.encoded import EncodedImage, EncodedImages
 from gpuprefetch.images.folder import EncodedImageFolder
+from gpuprefetch.images.size import image_size
 from gpuprefetch.insight.doctor import DoctorReport, doctor
 from gpuprefetch.insight.selfcheck import SelfcheckReport, selfcheck
 from gpuprefetch.installed import tell_of_a_stranger as _tell_of_a_stranger
@@ -59,6 +60,7 @@ __all__ = [
     "convert_transforms",
     "doctor",
     "explain",
+    "image_size",
     "parity",
     "preprocess",
     "selfcheck",

@@ -137,8 +137,8 @@ class _Settings:
             if isinstance(form, PatchPadding):
                 return ResizeToSequence(form.patch_size, form.max_num_patches, how)
             size = self._given.get("size") or {}
-            least = self._given.get("min_pixels") or size.get("shortest_edge")
-            most = self._given.get("max_pixels") or size.get("longest_edge")
+            least: LibraryOp = self._given.get("min_pixels") or size.get("shortest_edge")
+            most: LibraryOp = self._given.get("max_pixels") or size.get("longest_edge")
             return SmartResize(form.patch_size * form.merge_size, least, most, how)
         except ValueError as error:
             raise self.refusal(str(error)) from error
