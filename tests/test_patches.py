@@ -2,14 +2,17 @@
 
 import io
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from fakes import numbered, prefetcher_of
-from pictures import draw, encode
+from pictures import draw, encode, encode_jpeg
 from PIL import Image
+from torch.utils.data import DataLoader
 from torchvision import tv_tensors
+from torchvision.datasets import ImageFolder
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as F
 
@@ -29,6 +32,8 @@ from gpuprefetch import (
     convert_transforms,
     preprocess,
 )
+from gpuprefetch.images.decode import ImageDecoder
+from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.transforms.patches import PatchLayout, pack_reference, pack_triton
 
 # Twenty pictures: one pixel, 60:1, and sizes that divide nothing.
@@ -239,6 +244,7 @@ FORMS = {
 }
 TAILS = {
     "none": [],
+    "fused": [v2.Normalize(MEAN, STD)],
     "normalized": [*TO_FLOAT, v2.Normalize(MEAN, STD)],
     "a program": [*TO_FLOAT, v2.ColorJitter(0.4)],
 }
@@ -553,3 +559,82 @@ def test_a_list_ends_with_patches():
     assert_packed(batch, images, PACKED)
     with pytest.raises(ValueError, match=r"takes images \(N, C, H, W\).* got \(3, 16, 24\)"):
         PACKED(images[0])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("patches")
+    for number, file in enumerate(FILES[9:13]):
+        path = root / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(file)
+    return root
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("told", "workers_decode"), [(False, False), (False, True), (True, False)])
+def test_accelerate_makes_patches(folder, told, workers_decode, dtype):
+    pipeline = v2.Compose([v2.Resize((16, 24)), *TO_FLOAT])
+    dataset = ImageFolder(str(folder), pipeline)
+    options = {"device": "cpu", "print_plan": False, "keep_unknown": workers_decode}
+    options["dtype"] = dtype
+    if workers_decode:  # an op that must see the whole picture
+        pipeline.transforms.insert(0, v2.ColorJitter(0.0))
+    options |= {"results": PACKED} if told else {"transforms": [PACKED]}
+    moved = gpuprefetch.accelerate(DataLoader(dataset, 3), **options)
+    assert moved.decodes_files is not workers_decode
+    for batch, targets in moved:
+        images = torch.stack([dataset[i][0] for i in range(4)])
+        got = batch.pixel_values
+        first = 0 if len(targets) == 3 else 3
+        want = torch.cat([packed_by_hand(image, 4, 2, 2) for image in images[first:]])
+        want = want[: len(got)]
+        assert got.dtype == (dtype or torch.float32)
+        assert (got.float() - want).abs().max() <= (1.01 / 255 if dtype is None else 0.01)
+
+
+def test_accelerate_takes_the_form_of_a_processor(folder):
+    processor = qwen()
+    loader = DataLoader(ImageFolder(str(folder), v2.RandomHorizontalFlip(0.0)), 4)
+    with pytest.raises(ValueError, match="ends in PIL images"):
+        gpuprefetch.accelerate(loader, device="cpu", print_plan=False)
+    paths = [path for path, _ in loader.dataset.samples]
+    want = preprocess(paths, processor, device="cpu")
+    views = Views([processor], [*OPS, PACKED])
+    ((first, second), _), *_ = prefetcher_of(
+        numbered([Path(path).read_bytes() for path in paths]), transforms=views
+    )
+    assert same(first, want) and second.pixel_values.shape[1] == 3 * 2 * 4 * 4
+
+
+class OnTheCpu(ImageDecoder):
+    """Decodes on the CPU what is left to a GPU: launches run in Triton's interpreter."""
+
+    canaries = False
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+
+    def decode(self, call, buffer, out):
+        for file, place in zip(call.files(buffer), call.pictures(out), strict=True):
+            place.copy_(decode_cpu(file))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles: the GPU's test does it")
+@pytest.mark.usefixtures("large_tiles")
+def test_a_launch_writes_images_that_are_cut_up():
+    files = [encode_jpeg(draw(*shape), quality=95) for shape in [(16, 24), (9, 40)]]
+    resize = SmartResize(8, 64, 512)
+    ops = [resize, v2.RandomHorizontalFlip(1.0), v2.Normalize(MEAN, STD)]
+    ((batch, _),) = prefetcher_of(
+        numbered(files), transforms=ops, results=PACKED, decoder=OnTheCpu(), cpu_share=0.0
+    )
+    head = DataPrefetcher([], transforms=ops, device="cpu").views[0].head
+    twins = []
+    for file in files:
+        image = decode_cpu(torch.frombuffer(bytearray(file), dtype=torch.uint8))
+        sampling = head.sample([image.shape[1:]], np.array([0], np.uint64))
+        size = resize.size_of(*image.shape[1:])
+        twins += head.resample([image], sampling.rows(), size)
+    want = torch.cat([packed_by_hand(twin, 4, 2, 2) for twin in twins])
+    assert (batch.pixel_values - want).abs().max() <= 1e-4

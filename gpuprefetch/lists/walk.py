@@ -70,7 +70,7 @@ from gpuprefetch.policies.per_image import (
 from gpuprefetch.policies.registry import Is, LibraryOp, has, rows_of
 from gpuprefetch.policies.timm import from_timm, samples_sizes, timm_class, why_not
 from gpuprefetch.transforms.head import RESIZE_FILTERS, FusedTransform, Head, Transform
-from gpuprefetch.transforms.results import ResultForm
+from gpuprefetch.transforms.results import PatchForm
 from gpuprefetch.transforms.sampling import HeadOp
 
 # What a prefetcher takes: a list, one transform, or nothing.
@@ -123,7 +123,7 @@ class Plan(Printed):
     written: list[Transform] = field(default_factory=list)  # all of them, fused ones first
     tail: list[Transform] = field(default_factory=list)  # after the fused ones, as they run
     is_pipeline: bool = False  # whether torchvision's ops come first, with torchvision's meaning
-    results: ResultForm | None = None  # that a list of decoded images ends with
+    results: PatchForm | None = None  # that a list of decoded images ends with
 
     @property
     def transforms(self) -> list[Transform]:
@@ -212,9 +212,9 @@ def read_for_files(transforms: Transforms) -> Plan:
         UnsupportedTransformError: for an op of torchvision's that stands where it cannot run.
     """
     ops = _checked(transforms)
-    results = ops.pop() if ops and isinstance(ops[-1], ResultForm) else None
+    ops, results = without_form(ops)
     for op in ops:
-        if isinstance(op, ResultForm):
+        if isinstance(op, PatchForm):
             raise ValueError(
                 f"{op} makes patches of images, and no transform comes after it. Put it last in "
                 "the list, or leave it out and write DataPrefetcher(loader, transforms=[...], "
@@ -224,6 +224,16 @@ def read_for_files(transforms: Transforms) -> Plan:
     for op in ops:
         walk.take(op)
     return replace(walk.finish(), results=results)
+
+
+def without_form(ops: Sequence[Transform]) -> tuple[list[Transform], PatchForm | None]:
+    """The transforms of a list, and the form of the result that it ends with."""
+    given = list(ops)
+    if given and image_processor(given[-1]) is not None:
+        given[-1:] = list_of_processor(given[-1])
+    if not given or not isinstance(given[-1], PatchForm):
+        return given, None
+    return given[:-1], given[-1]
 
 
 def _checked(transforms: Transforms) -> list[Transform]:

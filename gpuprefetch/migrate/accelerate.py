@@ -25,7 +25,7 @@ from gpuprefetch.images.options import Keywords
 from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
-from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors
+from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors, without_form
 from gpuprefetch.migrate.dataset_view import stale, view_of, worker_part
 from gpuprefetch.migrate.folders import (
     check_sample,
@@ -208,14 +208,18 @@ class Accelerated(DataPrefetcher):
     ) -> None:
         added = options.get("transforms")
         adds = _asks_for_transforms(options)
-        transforms = [*split.plan.transforms, *_listed(added)]
+        transforms, form = without_form([*split.plan.transforms, *_listed(added)])
         options = {**options, "transforms": transforms}
+        if form is not None and split.decodes_on_device and options.get("results") is None:
+            options["results"] = form
         if not transforms or read_for_tensors(transforms).tail:
             options = _with_cast(options, transforms)
         # torch's collate function stacks images, a user's gets them one by one.
         varies = split.decodes_on_device and split.plan.head.size is None
         if options.get("results") is None and varies:
             options["results"] = form_of(own_sizes=late)
+        if form is not None and not split.decodes_on_device:
+            options["transforms"] = [*_listed(options["transforms"]), form]
         self._late = late
         super().__init__(changed(loader, dataset=view), **options)
         running = [*split.kept, *self._running_ops()]

@@ -210,8 +210,27 @@ class Padding(ResultForm):
         return height, width
 
 
+class PatchForm(ResultForm):
+    """Images are cut into patches; as a transform the last one of a list."""
+
+    def __post_init__(self) -> None:
+        assert is_dataclass(self)
+        for argument in fields(self):
+            value = getattr(self, argument.name)
+            if not isinstance(value, int) or value < 1:
+                name = type(self).__name__
+                raise ValueError(f"{name}({argument.name}=...) takes 1 or more, got {value!r}.")
+
+    def __call__(self, images: torch.Tensor) -> object:
+        """Cut images ``(N, C, H, W)`` of one size into patches."""
+        if not isinstance(images, torch.Tensor) or images.dim() != 4 or not len(images):
+            got = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
+            raise ValueError(f"{self} takes images (N, C, H, W), one at least, got {got}.")
+        return self.joined(images.unbind())
+
+
 @dataclass(frozen=True)
-class Patches(ResultForm):
+class Patches(PatchForm):
     """Patches of images of their own sizes, for ``DataPrefetcher(results=Patches(...))``.
 
     A list of transforms may end with it instead, as that of an image processor does.
@@ -230,13 +249,6 @@ class Patches(ResultForm):
     patch_size: int = 14
     merge_size: int = 2
     temporal_patch_size: int = 2
-
-    def __post_init__(self) -> None:
-        _require_positive(self)
-
-    def __call__(self, images: torch.Tensor) -> PackedPatches:
-        """Cut images ``(N, C, H, W)`` of one size into patches: the last transform of a list."""
-        return self.joined(_several(self, images))
 
     def joined(self, images: Sequence[torch.Tensor]) -> PackedPatches:
         grids = self._layout.grids(_sizes_of(images))
@@ -257,7 +269,7 @@ class Patches(ResultForm):
 
 
 @dataclass(frozen=True)
-class PatchPadding(ResultForm):
+class PatchPadding(PatchForm):
     """Patches, padded to one number an image, for ``DataPrefetcher(results=PatchPadding(...))``.
 
     A list of transforms may end with it instead, as that of an image processor does.
@@ -275,13 +287,6 @@ class PatchPadding(ResultForm):
 
     patch_size: int = 16
     max_num_patches: int = 256
-
-    def __post_init__(self) -> None:
-        _require_positive(self)
-
-    def __call__(self, images: torch.Tensor) -> PaddedPatches:
-        """Cut images ``(N, C, H, W)`` of one size into patches: the last transform of a list."""
-        return self.joined(_several(self, images))
 
     def joined(self, images: Sequence[torch.Tensor]) -> PaddedPatches:
         grids = self._layout.grids(_sizes_of(images))
@@ -310,13 +315,6 @@ class PatchPadding(ResultForm):
         return PatchLayout(self.patch_size, channels_last=True)
 
 
-def _several(form: ResultForm, images: torch.Tensor) -> Sequence[torch.Tensor]:
-    if not isinstance(images, torch.Tensor) or images.dim() != 4 or not len(images):
-        got = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
-        raise ValueError(f"{form} takes images (N, C, H, W), one at least, got {got}.")
-    return images.unbind()
-
-
 def _sizes_of(images: Sequence[torch.Tensor]) -> Ints:
     """``(N, 2)``, height and width of each image."""
     return np.array([image.shape[-2:] for image in images], np.int64)
@@ -327,16 +325,6 @@ def _on_device(numbers: Ints, like: torch.Tensor) -> torch.Tensor:
     tensor = torch.from_numpy(numbers)
     tensor = tensor.pin_memory() if like.is_cuda else tensor
     return tensor.to(like.device, non_blocking=True)
-
-
-def _require_positive(form: ResultForm) -> None:
-    """Raise a ValueError if an argument of a form is no positive int."""
-    assert is_dataclass(form)
-    for argument in fields(form):
-        value = getattr(form, argument.name)
-        if not isinstance(value, int) or value < 1:
-            name = type(form).__name__
-            raise ValueError(f"{name}({argument.name}=...) takes 1 or more, got {value!r}.")
 
 
 # By the name that ``results`` has for them.
