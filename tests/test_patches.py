@@ -282,7 +282,8 @@ def test_the_kernel_packs_as_its_twin(name, dtype, kernel_device):
         image = (torch.rand(3, *size) * 255).to(kernel_device, dtype)
         planes = image if number % 2 else image[None].to(memory_format=torch.channels_last)[0]
         images.append(planes)
-    counts = layout.grids(np.array([image.shape[1:] for image in images])).prod(axis=1)
+    sizes = np.array([image.shape[1:] for image in images])
+    counts = layout.grids(sizes, "").prod(axis=1)
     starts = np.cumsum(counts) - counts + 2 * np.arange(3)  # with rows in between
     out = torch.zeros(int(counts.sum()) + 4, layout.row_length(3), dtype=dtype)
     got, want = out.to(kernel_device), out.to(kernel_device)
@@ -391,6 +392,9 @@ def test_images_that_are_not_whole_patches_are_named():
         list(prefetcher_of(numbered(FILES), transforms=[v2.Resize((20, 20))], **options))
     ((batch, _),) = prefetcher_of(numbered(FILES), transforms=[SmartResize(8)], **options)
     assert batch.pixel_values.shape[1] == 3 * 2 * 4 * 4
+    options["results"] = PatchPadding(3, 9)
+    with pytest.raises(ValueError, match=r"multiples of 3, .*ResizeToSequence\(3, 9\)"):
+        list(prefetcher_of(numbered(FILES), transforms=[v2.Resize((20, 20))], **options))
     options["results"] = PatchPadding(4, 9)
     with pytest.raises(ValueError, match=r"no room for 25 patches.*ResizeToSequence\(4, 9\)"):
         list(prefetcher_of(numbered(FILES), transforms=[v2.Resize((20, 20))], **options))

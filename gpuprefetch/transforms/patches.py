@@ -53,8 +53,11 @@ class PatchLayout:
         """Values of a row."""
         return channels * self.copies * self.patch_size**2
 
-    def grids(self, sizes: Ints) -> Ints:
-        """``(N, 2)`` patches along y and x of images of ``sizes`` ``(N, 2)``, which must fit."""
+    def grids(self, sizes: Ints, instead: str) -> Ints:
+        """``(N, 2)`` patches along y and x of images of ``sizes`` ``(N, 2)``, which must fit.
+
+        ``instead`` is a resize that makes them fit.
+        """
         wrong = np.flatnonzero((sizes % self.factor).any(axis=1))
         if wrong.size:
             height, width = sizes[wrong[0]].tolist()
@@ -62,7 +65,7 @@ class PatchLayout:
                 f"Patches of {self.patch_size} pixels, merged by {self.merge_size}, take images "
                 f"whose sides are multiples of {self.factor}, and image {wrong[0]} of the batch "
                 f"has {height} x {width} pixels. Resize to multiples in the transforms: "
-                f"transforms=[gpuprefetch.SmartResize({self.factor}), ...]."
+                f"transforms=[gpuprefetch.{instead}, ...]."
             )
         return sizes // self.patch_size
 

@@ -251,7 +251,7 @@ class Patches(PatchForm):
     temporal_patch_size: int = 2
 
     def joined(self, images: Sequence[torch.Tensor]) -> PackedPatches:
-        grids = self._layout.grids(_sizes_of(images))
+        grids = self._layout.grids(_sizes_of(images), f"SmartResize({self._layout.factor})")
         counts = grids.prod(axis=1)
         shape = (int(counts.sum()), self._layout.row_length(len(images[0])))
         patches = images[0].new_empty(shape)
@@ -289,13 +289,13 @@ class PatchPadding(PatchForm):
     max_num_patches: int = 256
 
     def joined(self, images: Sequence[torch.Tensor]) -> PaddedPatches:
-        grids = self._layout.grids(_sizes_of(images))
+        resize = f"ResizeToSequence({self.patch_size}, {self.max_num_patches})"
+        grids = self._layout.grids(_sizes_of(images), resize)
         counts = grids.prod(axis=1)
         if (most := int(counts.max())) > self.max_num_patches:
             raise ValueError(
                 f"{self} has no room for {most} patches, those of image {counts.argmax()} of the "
-                "batch. Resize to fewer in the transforms: transforms=[gpuprefetch."
-                f"ResizeToSequence({self.patch_size}, {self.max_num_patches}), ...]."
+                f"batch. Resize to fewer in the transforms: transforms=[gpuprefetch.{resize}, ...]."
             )
         rows = self.max_num_patches
         length = self._layout.row_length(len(images[0]))
