@@ -559,8 +559,14 @@ def test_a_list_ends_with_patches():
     ):
         list(prefetcher_of(numbered(FILES), transforms=[RESIZE, PACKED, *TO_FLOAT]))
     images = torch.rand(4, 3, 16, 24)
-    (batch,) = DataPrefetcher([images], transforms=[PACKED], device="cpu")
-    assert_packed(batch, images, PACKED)
+    for options in (
+        {"transforms": [PACKED]},
+        {"results": PACKED},
+        {"transforms": [PACKED], "results": PACKED},
+        {"transforms": [v2.RandomHorizontalFlip(0.0)], "results": PACKED},
+    ):
+        (batch,) = DataPrefetcher([images], device="cpu", **options)
+        assert_packed(batch, images, PACKED)
     with pytest.raises(ValueError, match=r"takes images \(N, C, H, W\).* got \(3, 16, 24\)"):
         PACKED(images[0])
 

@@ -210,7 +210,7 @@ class Accelerated(DataPrefetcher):
         adds = _asks_for_transforms(options)
         transforms, form = without_form([*split.plan.transforms, *_listed(added)])
         options = {**options, "transforms": transforms}
-        if form is not None and split.decodes_on_device and options.get("results") is None:
+        if form is not None and options.get("results") is None:
             options["results"] = form
         if not transforms or read_for_tensors(transforms).tail:
             options = _with_cast(options, transforms)
@@ -218,8 +218,6 @@ class Accelerated(DataPrefetcher):
         varies = split.decodes_on_device and split.plan.head.size is None
         if options.get("results") is None and varies:
             options["results"] = form_of(own_sizes=late)
-        if form is not None and not split.decodes_on_device:
-            options["transforms"] = [*_listed(options["transforms"]), form]
         self._late = late
         super().__init__(changed(loader, dataset=view), **options)
         running = [*split.kept, *self._running_ops()]
