@@ -5,6 +5,7 @@ from gpuprefetch.core.stats import Stats
 from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.encoded import EncodedImage, EncodedImages
 from gpuprefetch.images.folder import EncodedImageFolder
+from gpuprefetch.images.size import image_size
 from gpuprefetch.insight.doctor import DoctorReport, doctor
 from gpuprefetch.insight.selfcheck import SelfcheckReport, selfcheck
 from gpuprefetch.installed import tell_of_a_stranger as _tell_of_a_stranger
@@ -17,8 +18,16 @@ from gpuprefetch.policies.known import UnsupportedTransformError
 from gpuprefetch.policies.per_image import PerImage
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.preprocess import preprocess
+from gpuprefetch.transforms.fitting import Letterbox, ResizeToSequence, SmartResize
 from gpuprefetch.transforms.head import CenterCrop, RandomResizedCrop, Resize
-from gpuprefetch.transforms.results import PaddedImages, Padding
+from gpuprefetch.transforms.results import (
+    PackedPatches,
+    PaddedImages,
+    PaddedPatches,
+    Padding,
+    Patches,
+    PatchPadding,
+)
 
 __version__ = "0.2.0"
 __all__ = [
@@ -30,13 +39,20 @@ __all__ = [
     "EncodedImage",
     "EncodedImageFolder",
     "EncodedImages",
+    "Letterbox",
+    "PackedPatches",
     "PaddedImages",
+    "PaddedPatches",
     "Padding",
     "ParityReport",
+    "PatchPadding",
+    "Patches",
     "PerImage",
     "RandomResizedCrop",
     "Resize",
+    "ResizeToSequence",
     "SelfcheckReport",
+    "SmartResize",
     "Stats",
     "UnsupportedTransformError",
     "Views",
@@ -44,6 +60,7 @@ __all__ = [
     "convert_transforms",
     "doctor",
     "explain",
+    "image_size",
     "parity",
     "preprocess",
     "selfcheck",

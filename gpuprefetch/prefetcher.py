@@ -170,7 +170,9 @@ class DataPrefetcher:
         results: what the decoded images of a batch become: "stack" is one tensor ``(N, 3, H, W)``,
             and an error where sizes differ; "list" is N tensors ``(3, H, W)``, each of its own
             size, views of one buffer; "padded", or :class:`Padding`, is :class:`PaddedImages`, one
-            tensor with the sizes beside it. None is "list" if the transforms give each image a size
+            tensor with the sizes beside it; :class:`Patches` and :class:`PatchPadding` are patches
+            of vision transformers. None is what an image processor in ``transforms`` gives, else
+            "list" if the transforms give each image a size
             of its own, as ``v2.Resize(800, max_size=1333)`` does, else "stack".
 
     Raises:

@@ -100,7 +100,9 @@ class Options:
             self._refuse("seed", "is an int, or None")
         if not isinstance(self.results, ResultForm) and self.results not in (None, *FORMS):
             names = ", ".join(f'"{name}"' for name in FORMS)
-            self._refuse("results", f"is one of {names}, a Padding, or None")
+            self._refuse(
+                "results", f"is one of {names}, a Padding, Patches or PatchPadding, or None"
+            )
         share = self.cpu_share
         if share != "auto" and not (isinstance(share, (int, float)) and 0 <= share <= 1):
             self._refuse("cpu_share", 'is a share of the images, 0.0 to 1.0, or "auto"')

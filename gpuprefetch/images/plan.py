@@ -250,7 +250,7 @@ def _cost_of_images(images: PreparedImages, heads: Sequence[Head], copies: int) 
             size = int(decoded_bytes(images, part.call.positions).sum())
             size *= copies if len(part.call.positions) > 1 else 1
         decoded = max(decoded, size + part.uploaded)
-    fixed = sum(head.empty(len(images), "meta").nbytes for head in heads)
+    fixed = sum(head.result_bytes(len(images)) for head in heads)
     spans = np.diff(images.spans)[:, 0]
     each = np.where(images.decoded, spans, decoded_bytes(images, slice(None)))
     each[list(images.errors)] = 0

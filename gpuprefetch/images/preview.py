@@ -85,7 +85,10 @@ def preview(loader: Loader, pipeline: Pipeline, moment: Moment, wanted: Wanted) 
     loader = _map_style(loader)
     keys = _keys(loader, wanted)
     gpus = [pipeline.device] if pipeline.device.type == "cuda" else []
+    # The images are shown, and not what holds them.
     pipeline = pipeline.with_own_state()
+    views = [replace(view, head=view.head.listed()) for view in pipeline.views]
+    pipeline = replace(pipeline, views=views)
     with torch.random.fork_rng(gpus), trial_draws():
         samples = read_samples(loader.dataset, keys)
         names, repeats = Repeats(loader.dataset).add(keys)
@@ -99,6 +102,7 @@ def preview(loader: Loader, pipeline: Pipeline, moment: Moment, wanted: Wanted) 
         for epoch in range(moment.epoch, moment.epoch + wanted.draws):
             packer = replace(
                 pipeline.packer,
+                heads=tuple(view.head for view in views),
                 origin=Origin(moment.seed, epoch),
                 share=pipeline.packer.share.clone(),
                 rank=moment.sampling_rank,

@@ -27,7 +27,7 @@ from gpuprefetch.policies.per_image import Cast, PerImage, ToUint8
 from gpuprefetch.policies.registry import SHARED, Is, has
 from gpuprefetch.transforms.head import Head, Transform, apply_head
 from gpuprefetch.transforms.random import Keys, derive, fold, op_keys
-from gpuprefetch.transforms.results import ResultForm, form_of
+from gpuprefetch.transforms.results import PatchForm, ResultForm, form_of
 
 if TYPE_CHECKING:
     from gpuprefetch.policies.ops_launch import Layout
@@ -74,12 +74,12 @@ class View:
         except ValueError as error:
             if files_alone:
                 raise
-            written = _view_of(read_for_tensors(transforms), dtype, memory_format)
+            written = _view_of(_plan_of_tensors(transforms, form), dtype, memory_format)
             return replace(written, refused=error)
-        if files_alone or not (view.plan.is_pipeline or form is not None):
+        if files_alone or not (view.plan.is_pipeline or form or view.plan.results):
             return view
         try:
-            written = _view_of(read_for_tensors(transforms), dtype, memory_format)
+            written = _view_of(_plan_of_tensors(transforms, form), dtype, memory_format)
         except ValueError as error:
             return replace(view, tensors=error)
         return replace(view, tensors=written)
@@ -217,6 +217,14 @@ def _copied(op: Transform, memo: dict[int, object]) -> Transform:
     return copied
 
 
+def _plan_of_tensors(transforms: Transforms, form: ResultForm | None) -> Plan:
+    """What becomes of images that come as tensors, which have one size, in a form."""
+    plan = read_for_tensors(transforms)
+    if not isinstance(form, PatchForm) or isinstance(next(iter(plan.tail[-1:]), None), PatchForm):
+        return plan
+    return plan.then(form)
+
+
 def _view_of(
     plan: Plan,
     dtype: torch.dtype | None,
@@ -229,6 +237,7 @@ def _view_of(
             "dtype=torch.uint8 is for values of 0 to 255, and Normalize gives others. Leave one of "
             "them out."
         )
+    form = form or plan.results
     cast = Cast(dtype, memory_format)
     if plan.is_pipeline and plan.tail and not cast.leaves_all:
         # A pipeline keeps its values up to its end, so that they are not rounded before.

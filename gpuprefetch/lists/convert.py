@@ -23,7 +23,9 @@ def convert_transforms(pipeline: Any) -> list[Transform]:
 
     Returns:
         A list that gives what the pipeline gives, for decoded images of different sizes. They are
-        floating point where it ends in that, else uint8. Random ops sample for each image.
+        floating point where it ends in that, else uint8. Random ops sample for each image. For a
+        processor that makes patches, as Qwen2-VL's, it ends with :class:`Patches` or
+        :class:`PatchPadding`.
 
     Raises:
         UnsupportedTransformError: for an op that cannot move, and for a processor with a setting

@@ -16,15 +16,20 @@ from gpuprefetch.lists.fused import as_float32, extended
 from gpuprefetch.policies.known import Constants, UnsupportedTransformError
 from gpuprefetch.policies.per_image import ToUint8
 from gpuprefetch.policies.registry import LibraryOp
+from gpuprefetch.transforms.fitting import ResizeToSequence, SmartResize
 from gpuprefetch.transforms.head import FusedTransform, Head, Resize, Transform, apply_head, pair
 from gpuprefetch.transforms.random import fold
+from gpuprefetch.transforms.results import Patches, PatchPadding
 from gpuprefetch.transforms.sampling import CenterCropOp
 
 # Settings that are read here, and those that say nothing of an image's pixels.
 _READ = frozenset(
     "do_resize size resample do_center_crop crop_size crop_pct do_rescale rescale_factor"
-    " do_normalize image_mean image_std".split()
+    " do_normalize image_mean image_std min_pixels max_pixels".split()
 )
+# Settings of patches: as Qwen2-VL's processor has them, and as SigLIP2's does.
+_PACKED = frozenset("patch_size merge_size temporal_patch_size".split())
+_PADDED = frozenset("patch_size max_num_patches".split())
 _OTHER = frozenset(
     "do_convert_rgb do_reduce_labels image_processor_type feature_extractor_type processor_class"
     " data_format input_data_format device return_tensors disable_grouping default_to_square"
@@ -59,14 +64,17 @@ def image_processor(given: LibraryOp) -> LibraryOp:
 def list_of_processor(processor: LibraryOp) -> list[Transform]:
     """The list for encoded images that gives what an image processor gives.
 
+    It ends with :class:`Patches` or :class:`PatchPadding` where the processor makes patches.
+
     Raises:
         UnsupportedTransformError: for a setting that is not known, and for a processor whose pixels
             are not those of its settings.
     """
     settings = _Settings(processor)
     ops = [*settings.resizes(), *settings.crops(), *settings.colors()]
-    _compare(processor, ops, settings)
-    return ops
+    form = settings.patches()
+    _compare(processor, ops, form, settings)
+    return ops if form is None else [*ops, form]
 
 
 class _Settings:
@@ -80,8 +88,28 @@ class _Settings:
             if not (name in _OTHER or name.startswith("_"))
         }
         for name, value in self._given.items():
-            if name not in _READ and value:
+            if name not in self._known and value:
                 raise self.refusal(f"its setting {name}={value!r} is not known here")
+
+    @property
+    def _known(self) -> frozenset[str]:
+        for patches in (_PACKED, _PADDED):
+            if all(self._given.get(name) for name in patches):
+                return _READ | patches
+        return _READ
+
+    def patches(self) -> Patches | PatchPadding | None:
+        """What images are cut into; None where a processor gives images."""
+        given = self._given
+        try:
+            if self._known >= _PACKED:
+                sides = given["patch_size"], given["merge_size"]
+                return Patches(*sides, given["temporal_patch_size"])
+            if self._known >= _PADDED:
+                return PatchPadding(given["patch_size"], given["max_num_patches"])
+        except ValueError as error:
+            raise self.refusal(str(error)) from error
+        return None
 
     def refusal(self, why: str) -> UnsupportedTransformError:
         return UnsupportedTransformError(f"{self._name} cannot move: {why}. {_INSTEAD}")
@@ -89,8 +117,10 @@ class _Settings:
     def resizes(self) -> list[Transform]:
         if not self._given.get("do_resize"):
             return []
-        size = self._sides("size")
         how = self._given.get("resample", 2)
+        if (form := self.patches()) is not None:
+            return [self._fitted(form, how)]
+        size = self._sides("size")
         if "height" in size:
             return [self._resize((size["height"], size["width"]), how)]
         edge = size["shortest_edge"]
@@ -100,6 +130,18 @@ class _Settings:
         if edge >= WARPED:
             return [self._resize((edge, edge), how)]
         return [self._resize(int(edge / share), how), ProcessorCrop(edge)]
+
+    def _fitted(self, form: Patches | PatchPadding, how: LibraryOp) -> Transform:
+        """The resize to sizes that are cut into patches."""
+        try:
+            if isinstance(form, PatchPadding):
+                return ResizeToSequence(form.patch_size, form.max_num_patches, how)
+            size = self._given.get("size") or {}
+            least: LibraryOp = self._given.get("min_pixels") or size.get("shortest_edge")
+            most: LibraryOp = self._given.get("max_pixels") or size.get("longest_edge")
+            return SmartResize(form.patch_size * form.merge_size, least, most, how)
+        except ValueError as error:
+            raise self.refusal(str(error)) from error
 
     def _resize(self, size: int | tuple[int, int], how: LibraryOp) -> Resize:
         try:
@@ -151,7 +193,12 @@ def _edge(size: int) -> dict[str, int]:
     return {"shortest_edge": size}
 
 
-def _compare(processor: LibraryOp, ops: Sequence[Transform], settings: _Settings) -> None:
+def _compare(
+    processor: LibraryOp,
+    ops: Sequence[Transform],
+    form: Patches | PatchPadding | None,
+    settings: _Settings,
+) -> None:
     """Refuse a processor that does more than its settings say."""
     from PIL import Image
 
@@ -159,9 +206,19 @@ def _compare(processor: LibraryOp, ops: Sequence[Transform], settings: _Settings
     levels = 255 * max(std)
     for height, width in PROBES:
         pixels = _drawn(height, width)
-        picture = Image.fromarray(pixels)
-        want = torch.as_tensor(processor(images=picture, return_tensors="pt")["pixel_values"][0])
+        result = processor(images=Image.fromarray(pixels), return_tensors="pt")
         got = _run(ops, torch.from_numpy(pixels).permute(2, 0, 1))
+        values = result["pixel_values"]
+        if form is None:
+            values = values[0]
+        else:
+            packed = form.joined([got])
+            got, *counts = packed
+            for name, count in zip(packed._fields[1:], counts, strict=True):
+                if not torch.equal(torch.as_tensor(result[name]), count):
+                    why = f"of a picture of {width} x {height} it makes another {name}"
+                    raise settings.refusal(why)
+        want = torch.as_tensor(values)
         if want.shape != got.shape:
             shapes = f"{tuple(want.shape)} and not {tuple(got.shape)}"
             raise settings.refusal(f"of a picture of {width} x {height} it makes {shapes}")

@@ -74,6 +74,7 @@ from gpuprefetch.policies.per_image import (
 from gpuprefetch.policies.registry import Is, LibraryOp, has, rows_of
 from gpuprefetch.policies.timm import from_timm, samples_sizes, timm_class, why_not
 from gpuprefetch.transforms.head import RESIZE_FILTERS, FusedTransform, Head, Transform
+from gpuprefetch.transforms.results import PatchForm
 from gpuprefetch.transforms.sampling import HeadOp
 
 # What a prefetcher takes: a list, one transform, or nothing.
@@ -126,6 +127,7 @@ class Plan(Printed):
     written: list[Transform] = field(default_factory=list)  # all of them, fused ones first
     tail: list[Transform] = field(default_factory=list)  # after the fused ones, as they run
     is_pipeline: bool = False  # whether torchvision's ops come first, with torchvision's meaning
+    results: PatchForm | None = None  # that a list of decoded images ends with
 
     @property
     def transforms(self) -> list[Transform]:
@@ -214,10 +216,28 @@ def read_for_files(transforms: Transforms) -> Plan:
         UnsupportedTransformError: for an op of torchvision's that stands where it cannot run.
     """
     ops = _checked(transforms)
+    ops, results = without_form(ops)
+    for op in ops:
+        if isinstance(op, PatchForm):
+            raise ValueError(
+                f"{op} makes patches of images, and no transform comes after it. Put it last in "
+                "the list, or leave it out and write DataPrefetcher(loader, transforms=[...], "
+                f"results={op})."
+            )
     walk = _Walk(Form(is_sized=not any(map(gives_size, ops))), is_pipeline=True)
     for op in ops:
         walk.take(op)
-    return walk.finish()
+    return replace(walk.finish(), results=results)
+
+
+def without_form(ops: Sequence[Transform]) -> tuple[list[Transform], PatchForm | None]:
+    """The transforms of a list, and the form of the result that it ends with."""
+    given = list(ops)
+    if given and image_processor(given[-1]) is not None:
+        given[-1:] = list_of_processor(given[-1])
+    if not given or not isinstance(given[-1], PatchForm):
+        return given, None
+    return given[:-1], given[-1]
 
 
 def _checked(transforms: Transforms) -> list[Transform]:

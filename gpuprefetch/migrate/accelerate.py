@@ -26,7 +26,7 @@ from gpuprefetch.images.options import Keywords
 from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
-from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors
+from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors, without_form
 from gpuprefetch.migrate.dataset_view import stale, view_of, worker_part
 from gpuprefetch.migrate.folders import (
     Folder,
@@ -257,7 +257,11 @@ class Accelerated(DataPrefetcher):
     ) -> None:
         added = options.get("transforms")
         adds = _asks_for_transforms(options)
-        lists = [[*plan.transforms, *_listed(added)] for plan in split.plans]
+        read = [without_form([*plan.transforms, *_listed(added)]) for plan in split.plans]
+        lists = [transforms for transforms, _ in read]
+        form = next((form for _, form in read if form is not None), None)
+        if form is not None and options.get("results") is None:
+            options = {**options, "results": form}
         if any(not each or read_for_tensors(each).tail for each in lists):
             options = _with_cast(options, lists)
         options = {**options, "transforms": Views(*lists) if len(lists) > 1 else lists[0]}

@@ -149,6 +149,8 @@ def _explain(view: View, decode: str = "", *, of_files: bool = True) -> str:
             continue
         images, form = _try(transform, images)
         rows.append((title(transform), form, _how(view, position)))
+    if head.has_own_sizes and head != head.listed():
+        rows.append(("results", "", f"{head.form}"))
     return columns(rows) if rows else "images stay as they come"
 
 

@@ -78,6 +78,7 @@ TIMM_NAFLEX = ("timm.data.naflex_transforms",)
 TIMM_AUTO = ("timm.data.auto_augment",)
 TIMM_ERASING = ("timm.data.random_erasing",)
 OURS = ("gpuprefetch.transforms.head",)
+OURS_FITTING = ("gpuprefetch.transforms.fitting",)
 OURS_PROCESSED = ("gpuprefetch.lists.processor",)
 OURS_CONVERTED = ("gpuprefetch.lists.fused",)
 LAUNCH = ("gpuprefetch.transforms.sampling",)
@@ -248,6 +249,9 @@ ROWS = (
     Row("ProcessorCrop", OURS_PROCESSED, Is.CROPS | Is.MOVES),
     Row("RandomResizedCrop", OURS, Is.CROPS | Is.EACH | Is.MOVES),
     Row("Resize", OURS, Is.CROPS | Is.MOVES),
+    Row("SmartResize", OURS_FITTING, Is.CROPS | Is.MOVES),
+    Row("ResizeToSequence", OURS_FITTING, Is.CROPS | Is.MOVES),
+    Row("Letterbox", OURS_FITTING, Is.CROPS | Is.MOVES),
     Row("ResizedCropOp", LAUNCH, Is.EACH | Is.MOVES),
     Row("RandomCropOp", LAUNCH, Is.EACH | Is.MOVES),
     Row("ChosenPartOp", LAUNCH, Is.EACH | Is.MOVES),
@@ -256,6 +260,8 @@ ROWS = (
     Row("RandomSizeOp", LAUNCH, Is.EACH | Is.MOVES),
     Row("ZoomOutOp", LAUNCH, Is.EACH | Is.MOVES),
     Row("ResizeOp", LAUNCH, Is.MOVES),
+    Row("FittedResizeOp", LAUNCH, Is.MOVES),
+    Row("LetterboxOp", LAUNCH, Is.MOVES),
     Row("CenterCropOp", LAUNCH, Is.MOVES),
 )
 

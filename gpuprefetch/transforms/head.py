@@ -13,13 +13,15 @@ import torch
 from gpuprefetch.transforms.launch import coloring, resample, resample_each
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.reference import Ints
-from gpuprefetch.transforms.results import Pieces, Places, ResultForm
+from gpuprefetch.transforms.results import Pieces, Places, ResultForm, form_of
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
     Fill,
+    FittedResizeOp,
     FlipOp,
     Floats,
     HeadOp,
+    LetterboxOp,
     RandomSizeOp,
     ResizedCropOp,
     ResizeOp,
@@ -48,7 +50,7 @@ Interpolation = str | int | Enum
 _OF_PIL = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
 
 
-def _filter(interpolation: Interpolation) -> str:
+def filter_name(interpolation: Interpolation) -> str:
     """The name of a filter, which torchvision's InterpolationMode and PIL's Resampling have too."""
     name = getattr(interpolation, "value", interpolation)
     name = _OF_PIL.get(name, name) if isinstance(name, int) else name
@@ -57,7 +59,7 @@ def _filter(interpolation: Interpolation) -> str:
     return str(name)
 
 
-_RESIZES = (ResizedCropOp, ResizeOp, RandomSizeOp)
+_RESIZES = (ResizedCropOp, ResizeOp, RandomSizeOp, FittedResizeOp, LetterboxOp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,10 @@ class Head:
         """Whether each result has a size of its own."""
         return self.form is not None and self.form.has_own_sizes
 
+    def listed(self) -> Self:
+        """The same, whose results of their own sizes are handed over one by one."""
+        return replace(self, form=form_of(own_sizes=True)) if self.has_own_sizes else self
+
     @property
     def varies_size(self) -> bool:
         """Whether the sizes of results depend on those of the images, or on chance."""
@@ -157,6 +163,14 @@ class Head:
             device=device,
             memory_format=self.memory_format or torch.contiguous_format,
         )
+
+    def result_bytes(self, count: int) -> int:
+        """Bytes that the results of ``count`` images need on the device until they are ready."""
+        memory = self.empty(count, "meta")
+        added = 0
+        if self.form is not None and isinstance(self.size, np.ndarray):
+            added = self.form.added_values(self.size)
+        return memory.nbytes + added * memory.element_size()
 
     def results(self, memory: torch.Tensor) -> torch.Tensor | Pieces:
         """The results of a batch in such memory: itself, or N views ``(3, H_i, W_i)``."""
@@ -340,7 +354,9 @@ class RandomResizedCrop(FusedTransform):
                 "scale=(0.08, 1.0)."
             )
         exact = pair(size, "RandomResizedCrop")
-        super().__init__(ResizedCropOp(exact, tuple(scale), tuple(ratio), _filter(interpolation)))
+        super().__init__(
+            ResizedCropOp(exact, tuple(scale), tuple(ratio), filter_name(interpolation))
+        )
 
 
 class Resize(FusedTransform):
@@ -371,7 +387,7 @@ class Resize(FusedTransform):
                 "Resize(max_size=...) takes the longer side at most, above an int size, got "
                 f"size={size!r} and max_size={max_size!r}."
             )
-        super().__init__(ResizeOp(exact, _filter(interpolation), max_size=max_size))
+        super().__init__(ResizeOp(exact, filter_name(interpolation), max_size=max_size))
 
 
 class CenterCrop(FusedTransform):

@@ -80,7 +80,7 @@ if triton is not None:
 
         if OWN_SIZES:
             first_ptr = ints_ptr + _COLOR_WORDS * CHANNELS + from_image * WORDS + _TILES_BEFORE
-            image = from_image + _image_of(first_ptr, tl.program_id(0), images, WORDS)
+            image = from_image + image_of(first_ptr, tl.program_id(0), images, WORDS)
         else:
             image = from_image + tl.program_id(2) // GROUPS
         word = _COLOR_WORDS * CHANNELS + image * WORDS
@@ -198,7 +198,7 @@ if triton is not None:
         tl.store(corners, colors, mask)
 
     @triton.jit
-    def _image_of(first_ptr, tile, images, WORDS: tl.constexpr):
+    def image_of(first_ptr, tile, images, WORDS: tl.constexpr):
         """Search for the image of a program: the last one whose own programs begin at or before."""
         low = tile * 0
         beyond = low + images

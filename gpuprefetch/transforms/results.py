@@ -7,12 +7,13 @@ what comes after it gets the images of :class:`Pieces`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 
+from gpuprefetch.transforms.patches import PatchLayout, pack
 from gpuprefetch.transforms.reference import Ints
 from gpuprefetch.transforms.sampling import areas
 
@@ -94,6 +95,34 @@ class PaddedImages(NamedTuple):
     sizes: torch.Tensor
 
 
+class PackedPatches(NamedTuple):
+    """Patches of images of their own sizes, as Qwen2-VL and its kin take them.
+
+    Attributes:
+        pixel_values: ``(P, C * temporal_patch_size * patch_size ** 2)`` on the device, the patches
+            of all images: those of the first one, then those of the second one, ...
+        image_grid_thw: ``(N, 3)`` int64 on the device: 1, and the patches along y and x.
+    """
+
+    pixel_values: torch.Tensor
+    image_grid_thw: torch.Tensor
+
+
+class PaddedPatches(NamedTuple):
+    """Patches of images of their own sizes, each image padded to as many, as SigLIP2 takes them.
+
+    Attributes:
+        pixel_values: ``(N, max_num_patches, patch_size ** 2 * C)`` on the device, zeros after the
+            patches of each image.
+        pixel_attention_mask: ``(N, max_num_patches)`` int32 on the device, 1 for a patch.
+        spatial_shapes: ``(N, 2)`` int64 on the device, the patches along y and x.
+    """
+
+    pixel_values: torch.Tensor
+    pixel_attention_mask: torch.Tensor
+    spatial_shapes: torch.Tensor
+
+
 class ResultForm:
     """What the loop gets for the N images of a batch."""
 
@@ -106,6 +135,10 @@ class ResultForm:
     def joined(self, images: Sequence[torch.Tensor]) -> object:
         """What the loop gets for images that have gone through all transforms."""
         return list(images)
+
+    def added_values(self, sizes: Ints) -> int:
+        """Values that :meth:`joined` needs beside the images, of ``sizes`` ``(N, 2)``."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -156,7 +189,7 @@ class Padding(ResultForm):
         )
 
     def joined(self, images: Sequence[torch.Tensor]) -> PaddedImages:
-        sizes = np.array([image.shape[-2:] for image in images], np.int64)
+        sizes = _sizes_of(images)
         buffer = images.buffer if isinstance(images, Pieces) else None
         if buffer is None:  # a transform has made others of them
             shape = (len(images), len(images[0]), *self._size(sizes))
@@ -175,6 +208,123 @@ class Padding(ResultForm):
         """The size of the tensor for images of these sizes."""
         height, width = (-(-sizes.max(axis=0) // self.multiple) * self.multiple).tolist()
         return height, width
+
+
+class PatchForm(ResultForm):
+    """Images are cut into patches; as a transform the last one of a list."""
+
+    def __post_init__(self) -> None:
+        assert is_dataclass(self)
+        for argument in fields(self):
+            value = getattr(self, argument.name)
+            if not isinstance(value, int) or value < 1:
+                name = type(self).__name__
+                raise ValueError(f"{name}({argument.name}=...) takes 1 or more, got {value!r}.")
+
+    def __call__(self, images: torch.Tensor) -> object:
+        """Cut images ``(N, C, H, W)`` of one size into patches."""
+        if not isinstance(images, torch.Tensor) or images.dim() != 4 or not len(images):
+            got = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
+            raise ValueError(f"{self} takes images (N, C, H, W), one at least, got {got}.")
+        return self.joined(images.unbind())
+
+
+@dataclass(frozen=True)
+class Patches(PatchForm):
+    """Patches of images of their own sizes, for ``DataPrefetcher(results=Patches(...))``.
+
+    A list of transforms may end with it instead, as that of an image processor does.
+    A batch is :class:`PackedPatches`: the numbers of Qwen2-VL's image processor, in its order. The
+    sides of images must be multiples of ``patch_size * merge_size``: see :class:`SmartResize`.
+
+    Args:
+        patch_size: side of a patch, in pixels.
+        merge_size: patches are ordered by squares of that many times as many.
+        temporal_patch_size: how often each channel of a patch is repeated, as frames of a video.
+
+    Raises:
+        ValueError: if one of them is no positive int.
+    """
+
+    patch_size: int = 14
+    merge_size: int = 2
+    temporal_patch_size: int = 2
+
+    def joined(self, images: Sequence[torch.Tensor]) -> PackedPatches:
+        grids = self._layout.grids(_sizes_of(images), f"SmartResize({self._layout.factor})")
+        counts = grids.prod(axis=1)
+        shape = (int(counts.sum()), self._layout.row_length(len(images[0])))
+        patches = images[0].new_empty(shape)
+        pack(images, patches, np.cumsum(counts) - counts, self._layout)
+        frames = np.ones((len(images), 1), np.int64)
+        grid = _on_device(np.concatenate([frames, grids], axis=1), patches)
+        return PackedPatches(patches, grid)
+
+    def added_values(self, sizes: Ints) -> int:
+        return int(3 * areas(sizes, len(sizes)).sum()) * self.temporal_patch_size
+
+    @property
+    def _layout(self) -> PatchLayout:
+        return PatchLayout(self.patch_size, self.merge_size, self.temporal_patch_size)
+
+
+@dataclass(frozen=True)
+class PatchPadding(PatchForm):
+    """Patches, padded to one number an image, for ``DataPrefetcher(results=PatchPadding(...))``.
+
+    A list of transforms may end with it instead, as that of an image processor does.
+    A batch is :class:`PaddedPatches`: the numbers of SigLIP2's image processor, in its order.
+    The sides of images must be multiples of ``patch_size``, with ``max_num_patches`` patches at
+    most: see :class:`ResizeToSequence`.
+
+    Args:
+        patch_size: side of a patch, in pixels.
+        max_num_patches: rows that each image has in the result.
+
+    Raises:
+        ValueError: if one of them is no positive int.
+    """
+
+    patch_size: int = 16
+    max_num_patches: int = 256
+
+    def joined(self, images: Sequence[torch.Tensor]) -> PaddedPatches:
+        resize = f"ResizeToSequence({self.patch_size}, {self.max_num_patches})"
+        grids = self._layout.grids(_sizes_of(images), resize)
+        counts = grids.prod(axis=1)
+        if (most := int(counts.max())) > self.max_num_patches:
+            raise ValueError(
+                f"{self} has no room for {most} patches, those of image {counts.argmax()} of the "
+                f"batch. Resize to fewer in the transforms: transforms=[gpuprefetch.{resize}, ...]."
+            )
+        rows = self.max_num_patches
+        length = self._layout.row_length(len(images[0]))
+        patches = images[0].new_zeros((len(images), rows, length))
+        starts = rows * np.arange(len(images))
+        pack(images, patches.view(-1, length), starts, self._layout)
+        shapes = _on_device(grids, patches)
+        places = torch.arange(rows, device=patches.device)
+        mask = (places < shapes.prod(dim=1, keepdim=True)).int()
+        return PaddedPatches(patches, mask, shapes)
+
+    def added_values(self, sizes: Ints) -> int:
+        return len(sizes) * self.max_num_patches * self._layout.row_length(3)
+
+    @property
+    def _layout(self) -> PatchLayout:
+        return PatchLayout(self.patch_size, channels_last=True)
+
+
+def _sizes_of(images: Sequence[torch.Tensor]) -> Ints:
+    """``(N, 2)``, height and width of each image."""
+    return np.array([image.shape[-2:] for image in images], np.int64)
+
+
+def _on_device(numbers: Ints, like: torch.Tensor) -> torch.Tensor:
+    """Numbers on the device of a tensor, without waiting for it."""
+    tensor = torch.from_numpy(numbers)
+    tensor = tensor.pin_memory() if like.is_cuda else tensor
+    return tensor.to(like.device, non_blocking=True)
 
 
 # By the name that ``results`` has for them.

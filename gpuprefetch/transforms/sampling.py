@@ -329,6 +329,80 @@ class RandomSizeOp:
         return sampling.clip().resize(size, first_pixel=self.interpolation == "nearest")
 
 
+class FittedSize(Protocol):
+    """How the size of a result comes from the size of the image alone."""
+
+    def __call__(self, length: Floats) -> Floats:
+        """``(N, 2)`` sizes of images of ``length`` ``(N, 2)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmartSize:
+    """Multiples of ``factor`` near the sides, with a number of pixels within two bounds.
+
+    These are the sizes of Qwen2-VL's image processor, in the order of its float64 operations.
+    """
+
+    factor: int
+    min_pixels: int
+    max_pixels: int
+
+    def __call__(self, length: Floats) -> Floats:
+        area = length.prod(axis=1, keepdims=True)
+        near = np.rint(length / self.factor) * self.factor
+        pixels = near.prod(axis=1, keepdims=True)
+        shrink = np.sqrt(area / self.max_pixels)
+        smaller = np.floor(length / shrink / self.factor) * self.factor
+        grow = np.sqrt(self.min_pixels / area)
+        larger = np.ceil(length * grow / self.factor) * self.factor
+        size = np.where(pixels < self.min_pixels, larger, near)
+        return np.where(pixels > self.max_pixels, np.maximum(smaller, self.factor), size)
+
+
+# Bounds of the scales that are searched, and how close the search comes: SigLIP2's.
+_SCALES = (1e-6, 100.0)
+_SCALE_STEP = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSize:
+    """The largest multiples of ``patch_size`` that make at most a number of patches.
+
+    The scale of an image is searched for by bisection, as SigLIP2's image processor does. A picture
+    of any shape has one patch at least along each side.
+    """
+
+    patch_size: int
+    max_num_patches: int
+
+    def __call__(self, length: Floats) -> Floats:
+        low, high = (np.full((len(length), 1), bound) for bound in _SCALES)
+        while (high - low).max(initial=0) >= _SCALE_STEP:
+            scale = (low + high) / 2
+            patches = self._patches(length, scale).prod(axis=1, keepdims=True)
+            fits = patches <= self.max_num_patches
+            low = np.where(fits, scale, low)
+            high = np.where(fits, high, scale)
+        return self._patches(length, low) * self.patch_size
+
+    def _patches(self, length: Floats, scale: Floats) -> Floats:
+        patches: Floats = np.maximum(np.ceil(length * scale / self.patch_size), 1)
+        return patches
+
+
+@dataclass(frozen=True, slots=True)
+class FittedResizeOp:
+    """The whole image, brought to a size that follows from its own."""
+
+    rule: FittedSize
+    interpolation: str = "bilinear"
+    antialias: bool = True
+
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
+        size = self.rule(sampling.length)
+        return sampling.clip().resize(size, first_pixel=self.interpolation == "nearest")
+
+
 @dataclass(frozen=True, slots=True)
 class CenterCropOp:
     """The middle of the image."""
@@ -353,6 +427,26 @@ class Fill(NamedTuple):
 
     image: tuple[float, ...]  # a level of each channel, 0 to 255
     mask: float | None  # None for a color, which no mask has
+
+
+@dataclass(frozen=True, slots=True)
+class LetterboxOp:
+    """The whole image in the middle of ``size``, as large as it fits, with padding beside it."""
+
+    size: Size
+    fill: Fill
+    interpolation: str = "bilinear"
+    antialias: bool = True
+    pad: bool = True
+
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
+        length = sampling.length
+        canvas = np.full_like(length, self.size)
+        scale = (canvas / length).min(axis=1, keepdims=True)
+        # Rounded half to even, and an odd pixel of padding goes after: as YOLO's letterbox has it.
+        fitted = np.maximum(np.rint(length * scale), 1)
+        resized = sampling.clip().resize(fitted, first_pixel=self.interpolation == "nearest")
+        return resized.crop(-np.floor((canvas - fitted) / 2), canvas)
 
 
 @dataclass(frozen=True, slots=True)
