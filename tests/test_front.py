@@ -97,3 +97,31 @@ def test_the_picture_has_a_photo_and_seven_draws_of_it(docs, tmp_path):
     ]
     means = {tuple(tile.mean((0, 1)).round(1)) for tile in tiles}
     assert len(means) == 8  # every draw differs from the photo and from the others
+
+
+def test_pages_link_to_files_of_the_repository_and_offer_no_downloads(tmp_path):
+    """By the address of pyproject.toml, and by name where it has none."""
+    pytest.importorskip("myst_nb")
+    from sphinx.application import Sphinx
+
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    (pages / "index.md").write_text("# Page\n\n[a file](../pyproject.toml)\n")
+    (tmp_path / "pyproject.toml").touch()
+    conf = (ROOT / "docs" / "conf.py").read_text()
+    conf = conf.replace("html_static_path =", "no_static_path =").replace("furo", "basic")
+    address = "https://example.org/gpuprefetch"
+    shown = {
+        None: '<abbr title="pyproject.toml">',
+        address: f'href="{address}/blob/main/pyproject.toml"',
+    }
+    for repository, link in shown.items():
+        urls = f"[project.urls]\nRepository = '{repository}'\n" if repository else ""
+        (tmp_path / "pyproject.toml").write_text(f"[project]\nname = 'x'\n{urls}")
+        (pages / "conf.py").write_text(conf)
+        built = tmp_path / f"html{bool(repository)}"
+        app = Sphinx(pages, pages, built, built / "doctrees", "html", status=None)
+        app.build()
+        page = (built / "index.html").read_text()
+        assert link in page and "a file" in page
+        assert not (built / "_downloads").exists()
