@@ -18,6 +18,7 @@ from gpuprefetch.policies.per_image import PerImage
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.preprocess import preprocess
 from gpuprefetch.transforms.head import CenterCrop, RandomResizedCrop, Resize
+from gpuprefetch.transforms.results import PaddedImages, Padding
 
 __version__ = "0.2.0"
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "EncodedImage",
     "EncodedImageFolder",
     "EncodedImages",
+    "PaddedImages",
+    "Padding",
     "ParityReport",
     "PerImage",
     "RandomResizedCrop",

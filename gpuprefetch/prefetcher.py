@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.epoch import Epoch, Lookahead, OneByOne
 from gpuprefetch.core.forks import garbage_stays_here
-from gpuprefetch.core.loaders import is_stateful, kind
+from gpuprefetch.core.loaders import is_stateful, kind, loader_within
 from gpuprefetch.core.nested import Batch, Loader
 from gpuprefetch.core.ranks import INTO_PREPARED, ranks_of, sampling_rank
 from gpuprefetch.core.resume import Beginning, Place, Progress, Source
@@ -32,7 +32,7 @@ from gpuprefetch.images.handed import Finisher, HandedOut, registered, to_iterat
 from gpuprefetch.images.imports import load_worker_modules
 from gpuprefetch.images.loading import Begun, LivingWorkers, noting_sampler
 from gpuprefetch.images.notes import Notebook, Notes
-from gpuprefetch.images.options import DecoderName, OnError, Options
+from gpuprefetch.images.options import DecoderName, OnError, Options, Results
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.preview import Moment, Wanted, preview
 from gpuprefetch.images.replay import refuse_unknown, replay
@@ -60,12 +60,13 @@ _LOCKED = {
 }
 
 
-def _refuse_no_loader(loader: object) -> None:
+def _refuse_no_loader(given: object) -> None:
+    loader = loader_within(given)
     if isinstance(loader, (Dataset, str, bytes, type)) or not hasattr(loader, "__iter__"):
         raise TypeError(
             f"DataPrefetcher wraps a DataLoader, got {type(loader).__name__}. Put it into "
             "one: DataPrefetcher(DataLoader(dataset, batch_size=...)), with batch_size=None if it "
-            "gives batches already, as WebDataset's WebLoader does."
+            "gives batches already, as WebDataset's WebLoader with .batched() or .with_epoch()."
         )
     # A class of another module may begin anew in an __iter__ that returns itself.
     once = ("builtins", "itertools", "torch.utils.data.dataloader")
@@ -166,6 +167,11 @@ class DataPrefetcher:
             Decoded images count, and the tensors of a batch until its hand-over; the decoder's own
             memory and what later transforms allocate do not. Batches that need more are decoded in
             smaller parts, and fewer are kept ready.
+        results: what the decoded images of a batch become: "stack" is one tensor ``(N, 3, H, W)``,
+            and an error where sizes differ; "list" is N tensors ``(3, H, W)``, each of its own
+            size, views of one buffer; "padded", or :class:`Padding`, is :class:`PaddedImages`, one
+            tensor with the sizes beside it. None is "list" if the transforms give each image a size
+            of its own, as ``v2.Resize(800, max_size=1333)`` does, else "stack".
 
     Raises:
         TypeError: if ``loader`` is a dataset, iterated once or what accelerate prepared, or a
@@ -196,6 +202,7 @@ class DataPrefetcher:
         on_error: OnError = "raise",
         max_bad: int | None = None,
         memory_budget: str | int | None = None,
+        results: Results | None = None,
     ) -> None:
         _refuse_no_loader(loader)
         loader = to_iterate(loader)
@@ -212,6 +219,7 @@ class DataPrefetcher:
             on_error=on_error,
             max_bad=max_bad,
             memory_budget=memory_budget,
+            results=results,
         )
         self._pipeline = build_stage(loader, resolve_device(device), self._options, late=self._late)
         self._read = Snapshot(transforms, self._running_ops())

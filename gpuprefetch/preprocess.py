@@ -38,7 +38,8 @@ def preprocess(
 
     Returns:
         ``(N, 3, H, W)`` on the device, as the transforms make it: what a loader gives for these
-        files. Without transforms a list of N ``(3, H, W)`` uint8 tensors.
+        files. Without transforms a list of N ``(3, H, W)`` uint8 tensors; a list too where the
+        transforms give each image a size of its own.
 
     Raises:
         TypeError: for a single file in place of several, or for what is no file.

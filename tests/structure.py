@@ -36,6 +36,7 @@ CONSTRUCTORS = {"__init__", "__new__", "__post_init__", "__setstate__", "__set_n
 # Classes that may have more fields.
 MANY_FIELDS = {
     "Stats": "public counters",
+    "Keywords": "the arguments of DataPrefetcher, which a test holds to its signature",
 }
 # Attributes of objects that are not of the package's classes. What an import of another package
 # names, such as ``torch.backends``, needs no line here.

@@ -357,7 +357,7 @@ class Compose:
     def __call__(self, image):
         for transform in self.transforms if random.random() < self.p else ():
             image = transform(image)
-        return image
+        return image.clone()
 
 
 class Preset:

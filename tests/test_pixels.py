@@ -159,7 +159,7 @@ def test_an_epoch_goes_on_and_is_replayed():
 
 def test_reports_of_pictures():
     loader = DataLoader(cifar(TRAIN), 3)
-    prefetcher = accelerate(loader, **CPU)
+    prefetcher = accelerate(loader, print_plan=False)
     report = str(explain(loader))
     assert report.startswith(prefetcher.describe())
     assert re.search(r"decode .* by the dataset, in the workers \(its pictures", report)
@@ -337,11 +337,11 @@ def test_pictures_of_different_sizes_are_named():
 @pytest.mark.gpu
 def test_a_gpu_makes_of_pictures_what_the_cpu_makes():
     want = list(DataLoader(cifar(), 4))
-    prefetcher = accelerate(DataLoader(cifar(), 4), print_plan=False)
+    prefetcher = accelerate(DataLoader(cifar(), 4, pin_memory=True), print_plan=False)
     for (images, target), (got, labels) in zip(want, prefetcher, strict=True):
         torch.testing.assert_close(got.cpu(), images, atol=1e-5, rtol=0)
         assert torch.equal(labels.cpu(), target)
-    loader = DataLoader(cifar(TRAIN), 8)
+    loader = DataLoader(cifar(TRAIN), 8, pin_memory=True)
     here, there = (
         next(iter(accelerate(loader, seed=1, device=device, print_plan=False)))[0].cpu()
         for device in ("cpu", "cuda")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import threading
 from pathlib import Path
 
 import kornia.augmentation as K
@@ -48,6 +49,7 @@ def levels(image, mean=MEAN, std=STD):
 
 
 def folder_loader(folder, transforms, device="cpu", dataset=None, **options):
+    options = {"pin_memory": torch.device(device).type == "cuda"} | options
     loader = DataLoader(dataset or EncodedImageFolder(folder), batch_size=4, **options)
     return DataPrefetcher(loader, transforms=transforms, device=device, seed=5)
 
@@ -138,8 +140,7 @@ def test_a_mix_is_told_with_its_chains(photo_folder):
 def test_nothing_is_changed(photo_folder, device):
     own = PerImage(v2.RandAugment(), seed=3)
     transforms = [RandomResizedCrop(SIDE), own, v2.RandomApply([v2.GaussianNoise()])]
-    workers = {"num_workers": 1, "pin_memory": device.type == "cuda"}
-    loaders = [folder_loader(photo_folder, transforms, device, **workers) for _ in range(2)]
+    loaders = [folder_loader(photo_folder, transforms, device, num_workers=1) for _ in range(2)]
     seen = []
     for loader in loaders:
         torch.manual_seed(1)
@@ -159,6 +160,41 @@ def test_nothing_is_changed(photo_folder, device):
     for one, other in zip(seen[0][0], seen[1][0], strict=True):
         assert torch.equal(one, other)
     assert seen[0][1:] == seen[1][1:]
+
+
+class Advancing(EncodedImageFolder):
+    """Its reading goes along with an epoch's thread that runs an op meanwhile."""
+
+    def __init__(self, folder, op):
+        super().__init__(folder)
+        self.op = op
+
+    def __getitem__(self, index):
+        self.op.calls += 1
+        return super().__getitem__(index)
+
+
+def test_what_an_epochs_thread_samples_meanwhile_counts(photo_folder):
+    own = PerImage(v2.RandAugment(), seed=3)
+    dataset = Advancing(photo_folder, own)
+    loader = folder_loader(photo_folder, [RandomResizedCrop(SIDE), own], dataset=dataset)
+    loader.preview(3)
+    assert own.calls == 3
+
+
+def test_a_transform_that_cannot_be_copied_is_shared(photo_folder):
+    class Locked:
+        def __init__(self):
+            self.lock = threading.Lock()
+
+        def __call__(self, images):
+            with self.lock:
+                return images.flip(3)
+
+    lists = ([Resize((SIDE, SIDE))], [Resize((SIDE, SIDE)), Locked()])
+    sheets = [folder_loader(photo_folder, each).preview(samples=[1], side=SIDE) for each in lists]
+    plain, flipped = (tile(sheet, 1) for sheet in sheets)
+    assert np.array_equal(flipped, plain[:, ::-1])
 
 
 class Scenes(Dataset):
@@ -289,12 +325,8 @@ def images_of_rows(rows):
 
 
 def test_images_that_the_collate_function_makes_are_named(photo_folder, device):
-    loader = DataPrefetcher(
-        DataLoader(Table(photo_folder), batch_size=4, collate_fn=images_of_rows),
-        transforms=LISTS["fused"],
-        device=device,
-        seed=5,
-    )
+    options = {"dataset": Table(photo_folder), "collate_fn": images_of_rows}
+    loader = folder_loader(photo_folder, LISTS["fused"], device, **options)
     sheet = loader.preview(samples=[1, 3], side=SIDE)
     assert [len(titles) for titles in sheet.info["titles"]] == [1, 1]
     assert [titles[0].split(":")[0] for titles in sheet.info["titles"]] == ["1", "3"]

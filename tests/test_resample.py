@@ -16,7 +16,8 @@ from gpuprefetch.transforms import kernel as kernels
 from gpuprefetch.transforms import launch as _resample
 from gpuprefetch.transforms import launch_table
 from gpuprefetch.transforms.launch import resample
-from gpuprefetch.transforms.reference import resample_reference, resample_uint8
+from gpuprefetch.transforms.reference import check_each, resample_reference, resample_uint8
+from gpuprefetch.transforms.results import Places
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZES = [(4, 16), (5, 19)]  # the second divides nothing
@@ -116,14 +117,78 @@ def test_the_kernel_and_the_launcher_follow_one_table(kernel_device, monkeypatch
     images, sampling = batch(everything(SIZES[0])[:3], kernel_device)
     expected = launch(images, sampling, SIZES[0], mean=MEAN)
     fields = launch_table.IMAGE.descr[::-1]  # another order, which both sides read from here
+    more = launch_table.OWN_IMAGE.descr[len(fields) :]
     monkeypatch.setattr(launch_table, "IMAGE", np.dtype(fields))
-    monkeypatch.setattr(_resample, "IMAGE", np.dtype(fields))
+    monkeypatch.setattr(launch_table, "OWN_IMAGE", np.dtype([*fields, *more[::-1]]))
+    monkeypatch.setattr(_resample, "IMAGE", launch_table.IMAGE)
+    monkeypatch.setattr(_resample, "OWN_IMAGE", launch_table.OWN_IMAGE)
     assert launch_table.offset("address") > kernels._ADDRESS.value  # guards the test itself
     spec = importlib.util.spec_from_file_location("kernel_of_another_order", kernels.__file__)
     other = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(other)
     monkeypatch.setattr(_resample, "kernel", other)
     assert torch.equal(launch(images, sampling, SIZES[0], mean=MEAN), expected)
+    into_own_sizes(images, sampling, [SIZES[0]] * 3, expected, mean=MEAN)
+
+
+def into_own_sizes(images, sampling, sizes, want, memory_format=None, fill=-9.0, **coloring):
+    """Launch images into results of their own sizes in one buffer, and compare each."""
+    places = Places.in_turn(np.array(sizes), memory_format)
+    buffer = torch.full((places.shape[0] + 1,), fill, device=images[0].device)
+    outs = places.pieces(buffer)
+    request = check_each(images, sampling, outs, np.arange(len(outs)), **coloring)
+    _resample.launch_apart(images, request)
+    for got, one in zip(outs, want, strict=True):
+        assert torch.equal(got.cpu(), one.cpu())
+    unused = torch.ones(len(buffer), dtype=bool)
+    for out in places.pieces(unused):
+        out.zero_()
+    assert bool((buffer.cpu()[unused] == fill).all())
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_results_of_their_own_sizes_are_those_of_one_size(kernel_device, memory_format):
+    """Each is bit by bit what a launch for it alone gives, and nothing is written beside it."""
+    sizes = [(1, 1), (3, 40), (18, 35)]  # the last one has two programs down and across
+    images = []
+    rows = []
+    want = []
+    for number, size in enumerate(sizes):
+        height, width = 5 + 3 * number, 20 - 6 * number
+        image = picture(height, width, seed=number).to(kernel_device)
+        row = axis(0, height, size[0]), axis(0, width, size[1], flip=number % 2 > 0)
+        images.append(image)
+        rows.append(row)
+        want.append(launch([image], np.array([row]), size, mean=MEAN, std=STD)[0])
+    into_own_sizes(images, np.array(rows), sizes, want, memory_format, mean=MEAN, std=STD)
+
+
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_padding_has_a_color(kernel_device, dtype):
+    colors = {} if dtype == torch.uint8 else {"mean": MEAN, "std": STD}
+    size = SIZES[1]
+    cases = [(picture(3, 11), padded(3, size[0]), padded(11, size[1]))]
+    images, sampling = batch(cases, kernel_device)
+    options = {"fill": (123.0, 117.0, 104.0), "dtype": dtype, **colors}
+    result = launch(images, sampling, size, **options)
+    twin = resample_reference([image.cpu() for image in images], sampling, size, **options)
+    assert (result.double() - twin.double()).abs().max() <= 1e-5
+    levels = torch.tensor([123.0, 117, 104])
+    if colors:
+        levels = (levels / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
+    torch.testing.assert_close(result[0, :, 0, 0].float(), levels)
+    assert torch.equal(result[0, :, -1, -1], result[0, :, 0, 0])
+
+
+def test_the_twin_of_results_of_their_own_sizes():
+    sizes = [(4, 16), (1, 1), (33, 2)]
+    images = [picture(8, 9, seed=seed) for seed in range(3)]
+    rows = np.array([(axis(0, 8, h), axis(0, 9, w)) for h, w in sizes])
+    outs = Places.in_turn(np.array(sizes), None).pieces(torch.empty(1000))
+    _resample.resample_each(images, rows, outs, mean=MEAN)
+    for image, row, size, out in zip(images, rows, sizes, outs, strict=True):
+        assert torch.equal(out, resample_reference([image], row[None], size, mean=MEAN)[0])
 
 
 @pytest.mark.usefixtures("large_tiles")
@@ -514,9 +579,16 @@ def test_a_plan_gives_what_the_images_give(interpolation, kernel_device):
 
 
 @pytest.mark.usefixtures("large_tiles")
-def test_a_launch_tells_the_images_that_still_have_a_canary(kernel_device):
+@pytest.mark.parametrize("own_sizes", [False, True])
+def test_a_launch_tells_the_images_that_still_have_a_canary(kernel_device, own_sizes):
     flat, table, views, _ = laid_out((6, 7), device=kernel_device, top=2)
     out = torch.zeros((4, 3, 6, 7), device=kernel_device)
+    if own_sizes:
+        places = Places.in_turn(np.array([[6, 7]] * 4), None)
+        out = places.pieces(torch.zeros(places.shape, device=kernel_device))
+        words = _resample.with_places(_resample.by_place(table.words, 4), places)
+        at = table.words["row"]
+        table = _resample.arrange(words[at], at, words["address"][at], [1, 1, 1], (6, 7))
     launches = _resample.Launches(table, out, torch.uint8, "bilinear")
     colors = _resample.coloring(3, torch.uint8, torch.float32, None, None)
     numbers = launches.numbers(table, colors).to(kernel_device)

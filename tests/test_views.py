@@ -15,7 +15,6 @@ import gpuprefetch
 from gpuprefetch import (
     BadImageError,
     DataPrefetcher,
-    EncodedImageFolder,
     RandomResizedCrop,
     Resize,
     Views,
@@ -188,15 +187,6 @@ REFUSED = {
     ),
     "a view of any size": (
         lambda files, folder: list(loader_of(files, transforms=Views(CROP, [v2.RandomInvert()]))),
-        RuntimeError,
-        "equal size",
-    ),
-    "a view of any size, of a folder": (
-        lambda files, folder: list(
-            DataPrefetcher(
-                DataLoader(EncodedImageFolder(folder), 4), transforms=Views(CROP, [Resize(9)])
-            )
-        ),
         RuntimeError,
         "equal size",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -50,6 +51,19 @@ def length_of_dataset(loader: Loader) -> int | None:
     with suppress(Exception):  # whatever its __len__ raises
         return None if is_stream(loader) else len(getattr(loader, "dataset", None))  # type: ignore[arg-type]
     return None
+
+
+def loader_within(loader: Loader) -> Loader:
+    """The DataLoader of a WebLoader of webdataset's that adds nothing to it; else as given.
+
+    One that batches, repeats or counts itself does more.
+    """
+    webdataset = sys.modules.get("webdataset")  # nobody has one before it is imported
+    if webdataset is None or type(loader) is not getattr(webdataset, "WebLoader", None):
+        return loader
+    steps = loader.pipeline
+    alone = len(steps) == 1 and isinstance(steps[0], DataLoader) and loader.repetitions == 1
+    return steps[0] if alone else loader
 
 
 def changed(loader: TorchLoader, **values: object) -> TorchLoader:

@@ -21,6 +21,7 @@ from torch.utils.data import default_collate
 from gpuprefetch.core.nested import map_leaves, select, to_device
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.guard import is_marked
+from gpuprefetch.images.places import is_place, place_views
 from gpuprefetch.transforms.random import SeededDraws
 
 Sample = TypeVar("Sample")
@@ -80,28 +81,32 @@ def collate_apart(
 ) -> Any:
     """Run the user's collate function on samples that have their transformed image again."""
     images, samples = batch
-    if not isinstance(images, torch.Tensor) or len(images) != len(samples):
-        count = len(images) if isinstance(images, torch.Tensor) else type(images).__name__
-        raise ValueError(
-            f"The collate_fn gets each of {len(samples)} samples with its image, and transforms "
-            f"made {count} of them. Leave collate_fn out, or let transforms give (N, C, H, W)."
-        )
-    pairs = zip(samples.tolist(), images.unbind(), strict=True)
+    placed = len(samples) > 0 and bool(select(samples[0], is_place))
+    views = images if placed else [images]
+    for view in views:
+        known = isinstance(view, torch.Tensor | list)
+        if not known or len(view) != len(samples):
+            count = len(view) if known else type(view).__name__
+            raise ValueError(
+                f"The collate_fn gets each of {len(samples)} samples with its image, and "
+                f"transforms made {count} of them. Leave collate_fn out, or let transforms give "
+                "(N, C, H, W)."
+            )
+    # Rows of each view, or images of their own sizes.
+    rows = zip(samples.tolist(), *views, strict=True)
     with SeededDraws(seed):
-        collated = collate([_with(sample, image) for sample, image in pairs])
+        collated = collate([_with(sample, pictures) for sample, *pictures in rows])
     return to_device(collated, device)
 
 
-def _with(sample: Sample, image: torch.Tensor) -> Sample:
-    """The sample with an image in its hole, and with copies of its tensors.
+def _with(sample: Sample, views: Sequence[torch.Tensor]) -> Sample:
+    """The sample with the views of its image in their places, and with copies of its tensors.
 
     The dataset may keep the tensors that it gave, and a collate function may write into them.
     """
 
     def own(leaf: object) -> object:
-        if leaf is _Hole:
-            return image
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
-    filled: Sample = map_leaves(own, sample, is_image)
-    return filled
+    placed: Sample = place_views(map_leaves(own, sample, is_image), _Hole, views)
+    return placed

@@ -37,7 +37,7 @@ def build_stage(
     options.check()
     transforms = options.transforms
     lists = lists_of(transforms)
-    views = [_view(each, loader, options.dtype, options.memory_format) for each in lists]
+    views = [_view(each, loader, options) for each in lists]
     programs = tuple(view.program for view in views)
     decoder = _decoder(options.decoder, device)
     given = options.given_seed
@@ -84,14 +84,11 @@ def rebuilt(stage: Pipeline, loader: Loader) -> Pipeline:
     )
 
 
-def _view(
-    transforms: Transforms,
-    loader: Loader,
-    dtype: torch.dtype | None,
-    memory_format: torch.memory_format | None,
-) -> View:
+def _view(transforms: Transforms, loader: Loader, options: Options) -> View:
     files_alone = _is_encoded_folder(getattr(loader, "dataset", None))
-    view = View.read(transforms, dtype, memory_format, files_alone=files_alone)
+    dtype = options.dtype
+    memory_format = options.memory_format
+    view = View.read(transforms, dtype, memory_format, form=options.form, files_alone=files_alone)
     asked = dtype not in (None, torch.uint8) or memory_format is torch.channels_last
     if files_alone and (view.head.names or view.tail or asked):
         view.require_files()

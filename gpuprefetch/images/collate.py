@@ -147,7 +147,7 @@ class HostStage:
                     sampled = program.drawn(keys, out)
                     images.made.out[view] = program.carry_out(out, sampled, into_shared_memory)
                 else:
-                    form = head.empty(len(images), "meta")
+                    form = head.empty(len(images), "meta")  # a program is for one size
                     images.made.layouts[view] = program.lay_out(form, program.drawn(keys, form))
         images.report.counts["collate_seconds"] += time.perf_counter() - began
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from gpuprefetch.images.headers import Headers
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.reference import Doubles, Ints
+from gpuprefetch.transforms.sampling import areas
 
 Flags = npt.NDArray[np.bool_]
 
@@ -82,10 +82,10 @@ def what_to_make(
     if not sizes or first is None:
         divisors = np.ones(len(ours), dtype=np.int64)
         return Made(divisors, none, headers.sizes.prod(axis=1), list(rows))
-    finished = sum(map(prod, sizes))
+    finished = np.sum([areas(size, len(ours)) for size in sizes], axis=0)
     if not on_gpu or len(rows) > 1:
         divisors = np.ones(len(ours), dtype=np.int64)
-        return Made(divisors, none, np.full(len(ours), finished), list(rows))
+        return Made(divisors, none, finished, list(rows))
     divisors, shrunk = _shrink(headers, ours, first, heads[0])
     area = _area(shrunk)
     few = (area <= SHIPPED * finished) | (divisors > 1)
@@ -100,6 +100,7 @@ def _shrink(headers: Headers, ours: Flags, rows: Doubles, head: Head) -> tuple[I
         return divisors, rows
     most = np.abs(rows[:, :, 1]).min(axis=1) / KEPT
     able = ours & headers.for_gpu
+    able[list(headers.early)] = False  # which are decoded as a whole
     for number in DIVISORS:
         # A picture that is turned afterwards has its first pixel at the other end.
         fits = (headers.orientation == 1) | (headers.sizes % number == 0).all(axis=1)
@@ -113,7 +114,7 @@ def _shrink(headers: Headers, ours: Flags, rows: Doubles, head: Head) -> tuple[I
     divided[..., 2] //= by
     divided[..., 3] = -(-divided[..., 3] // by)
     assert head.size is not None
-    divisors[_area(divided) > DIVIDED * prod(head.size)] = 1
+    divisors[_area(divided) > DIVIDED * areas(head.size, len(rows))] = 1
     return divisors, np.where(divisors[:, None, None] > 1, divided, rows)
 
 

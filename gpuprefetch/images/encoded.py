@@ -12,12 +12,12 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch.images.guard import Encoded, begin_reading
 from gpuprefetch.images.slab import Buffer
+from gpuprefetch.transforms.sampling import OneSampling
 
 
 @dataclass(slots=True, repr=False)
@@ -46,10 +46,8 @@ class EncodedImage(Encoded):
     _made: float = field(init=False, repr=False, compare=False)  # when: tells how long reading took
     # Whether its random parameters are not those of other images of its sample.
     _apart: bool = field(default=False, init=False, repr=False, compare=False)
-    # Its sampling row (2, 6), where that is settled: targets beside it have followed it.
-    _row: npt.NDArray[np.float64] | None = field(
-        default=None, init=False, repr=False, compare=False
-    )
+    # Its sampling, where that is settled: targets beside it have followed it.
+    _sampling: OneSampling | None = field(default=None, init=False, repr=False, compare=False)
     _fault: str = field(default="", init=False, repr=False, compare=False)  # why it is no image
 
     def __post_init__(self) -> None:
@@ -84,9 +82,9 @@ class EncodedImage(Encoded):
         """Have other bytes, as on the way to another process."""
         self.data = data
 
-    def _settle(self, row: npt.NDArray[np.float64]) -> None:
+    def _settle(self, sampling: OneSampling) -> None:
         """Fix its sampling: targets beside it have followed it."""
-        self._row = row
+        self._sampling = sampling
 
     def _set_apart(self) -> None:
         """Give it other random parameters than other images of its sample have."""

@@ -8,10 +8,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from gpuprefetch.core.nested import Batch, Leaf, map_leaves
+from gpuprefetch.core.nested import Batch, Leaf, map_leaves, select
 from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.images.columns import unstack
 from gpuprefetch.images.job import ImageJob
+from gpuprefetch.images.places import is_place, place_views
 from gpuprefetch.images.rows import is_column, refuse_other_rows, take_rows
 from gpuprefetch.images.tail import run_tail
 from gpuprefetch.images.view import View
@@ -58,6 +59,9 @@ def finish(
         row = kept.eq(only).nonzero()[:1, 0]
         batch = _keep(batch, jobs, views, row, len(kept))
         kept = row
+    if select(batch, is_place):
+        (job,) = jobs  # a sample with places has one image
+        batch = place_views(batch, job, job.results)
     return map_leaves(_result, batch, partial(is_column, count=len(kept)))
 
 
@@ -74,7 +78,8 @@ def _keep(
         for n, view in enumerate(views):
             # A list of images of their own sizes has an entry per sample, several results of a
             # transform have not.
-            take_all = partial(map_leaves, take) if view.tail else take
+            several = view.tail and not view.head.has_own_sizes
+            take_all = partial(map_leaves, take) if several else take
             job.replace_result(n, take_all(job.results[n]))
     return map_leaves(take, batch, partial(is_column, count=count))
 
@@ -103,7 +108,7 @@ def _run_tails(
         own = derive(seed, number) if number else seed
         keys = group[0].images.who.keys[kept]
         for n, view in enumerate(views):
-            outs: list[Batch] = [job.results[n] for job in group]
+            outs: Sequence[Batch] = [job.results[n] for job in group]
             sampled = tail_keys(keys, n)
             if targets:
                 outs, batch = run_tail(
@@ -132,7 +137,7 @@ def _share_samples(jobs: Sequence[ImageJob]) -> bool:
 def _result(leaf: Leaf) -> Batch:
     """What the loop gets for a leaf."""
     if isinstance(leaf, ImageJob):
-        return one_or_all(leaf.results)
+        return one_or_all(leaf.finished)
     return leaf.restored() if isinstance(leaf, PerSample) else leaf
 
 

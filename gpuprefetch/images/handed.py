@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.utils.data import DataLoader
 
-from gpuprefetch.core.loaders import changed
+from gpuprefetch.core.loaders import changed, loader_within
 from gpuprefetch.core.nested import Batch, Loader, Sample, select, to_device
 from gpuprefetch.core.repeating import with_epochs
 from gpuprefetch.images.guard import UndecodedError, is_marked
@@ -187,10 +187,10 @@ def _received(
 def to_iterate(loader: Loader) -> Loader:
     """The loader that a prefetcher iterates in place of a given one; mostly that one itself.
 
-    One that was made of a prefetcher's parts gets the collate function of the first loader, and
-    one that repeats itself gets epochs.
+    One that was made of a prefetcher's parts gets the collate function of the first loader, one
+    that repeats itself gets epochs, and a WebLoader of webdataset's has a DataLoader in it.
     """
-    loader = with_epochs(loader)
+    loader = with_epochs(loader_within(loader))
     given = getattr(loader, "collate_fn", None)
     if isinstance(loader, DataLoader) and isinstance(given, HandedOut):
         return changed(loader, collate_fn=given.collate_fn)

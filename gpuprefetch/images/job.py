@@ -22,6 +22,7 @@ from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.kernel import HAS_TRITON, INTERPRETED
 from gpuprefetch.transforms.launch import CANARY, Launches
 from gpuprefetch.transforms.reference import Doubles, Ints
+from gpuprefetch.transforms.sampling import Sizes
 
 # Note [Together]
 # A call for 64 photos fills the engines badly: those of an H200 decode 12,500 photos a second in
@@ -39,9 +40,17 @@ class Output:
 
     head: Head
     rows: Doubles | None  # (N, 2, 6), the sampling; None without a fixed size
-    # (N, 3, H, W), or what the transforms after the fused ones made of it. Without a fixed size a
-    # list of N images (3, H, W).
+    # (N, 3, H, W), or what the transforms after the fused ones made of it. A list of N images
+    # (3, H_i, W_i) where each has its own size.
     out: object
+
+    @property
+    def finished(self) -> object:
+        """What the loop gets."""
+        form = self.head.form
+        if form is None or not form.has_own_sizes or not isinstance(self.out, list):
+            return self.out
+        return form.joined(self.out)
 
 
 @dataclass(slots=True)
@@ -132,16 +141,24 @@ class ImageJob(PendingImages):
         if not sizes:
             self._hand_over_pixels()
         elif images.made.out:  # on the CPU, with what the workers decoded
-            for view, out in enumerate(images.made.out):
-                self.replace_result(view, out)
+            for view, (output, memory) in enumerate(
+                zip(self.outputs, images.made.out, strict=True)
+            ):
+                self.replace_result(view, output.head.results(memory))
             parts = [Part(None, part.call) for part in parts]
         else:
             for view, output in enumerate(self.outputs):
-                self.replace_result(view, output.head.empty(len(images), self._decoding.device))
+                memory = output.head.empty(len(images), self._decoding.device)
+                self.replace_result(view, output.head.results(memory))
             if plan.tables and self._can_launch():
                 self._launched = self._launches(plan, kept=kept)
         self._parts = parts
         return [partial(self._run, part, number) for number, part in enumerate(parts)]
+
+    @property
+    def finished(self) -> list[object]:
+        """What the loop gets of each view."""
+        return [output.finished for output in self.outputs]
 
     @property
     def results(self) -> list[object]:
@@ -152,7 +169,7 @@ class ImageJob(PendingImages):
         """Put in place of a view's result what was made of it."""
         self.outputs[view] = replace(self.outputs[view], out=result)
 
-    def _plan(self, sizes: Sequence[tuple[int, int]], limit: int | None) -> tuple[Plan, bool]:
+    def _plan(self, sizes: Sequence[Sizes], limit: int | None) -> tuple[Plan, bool]:
         """The worker's plan and True; another plan and False if that does not fit."""
         images = self.images
         calls = sum(part.call is not None for part in images.plan.parts)
@@ -160,7 +177,10 @@ class ImageJob(PendingImages):
         whole = WHOLE_BATCH_BYTES if self._decoding.streams > 1 and calls > 1 else None
         if limit is None and whole is None:
             return images.plan, True
-        words = [images.words(view) for view in range(len(images.plan.tables))]
+        own_sizes = [output.head.has_own_sizes for output in self.outputs]
+        words = [
+            images.words(view, own_sizes=own_sizes[view]) for view in range(len(images.plan.tables))
+        ]
         most = None if limit is None else limit // self._decoding.copies
         return lay_out(images, sizes, words, most, whole), False
 
@@ -198,8 +218,9 @@ class ImageJob(PendingImages):
             starts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
         views = []
         for output, table, start in zip(self.outputs, plan.tables, starts, strict=False):
-            assert isinstance(output.out, torch.Tensor)
-            launches = Launches(table, output.out, torch.uint8, output.head.interpolation)
+            assert isinstance(output.out, torch.Tensor | list)
+            head = output.head
+            launches = Launches(table, output.out, torch.uint8, head.interpolation, head.fill)
             views.append((launches, start - starts[0]))
         return _Launched(tables, views)
 
@@ -474,7 +495,7 @@ def _resample(
 ) -> None:
     """Carry out the fused transforms of one view on pictures as they are stored."""
     assert output.rows is not None
-    assert isinstance(output.out, torch.Tensor)
+    assert isinstance(output.out, torch.Tensor | list)
     turned = images.stored.transposed[positions].tolist()
     upright = [
         picture.mT if turn else picture for picture, turn in zip(pictures, turned, strict=True)

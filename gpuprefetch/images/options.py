@@ -14,8 +14,10 @@ from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.lists.views import Views
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.reference import FLOAT_DTYPES
+from gpuprefetch.transforms.results import FORMS, ResultForm
 
 DecoderName: TypeAlias = Literal["auto", "nvjpeg", "torchvision", "cpu"]
+Results: TypeAlias = Literal["list", "padded", "stack"] | ResultForm
 OnError: TypeAlias = Literal["raise", "skip", "replace"] | Callable[[BadImage], object]
 
 
@@ -37,6 +39,7 @@ class Keywords(TypedDict, total=False):
     on_error: OnError
     max_bad: int | None
     memory_budget: str | int | None
+    results: Results | None
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Options:
     on_error: OnError = "raise"
     max_bad: int | None = None
     memory_budget: str | int | None = None
+    results: Results | None = None
 
     def given(self) -> Iterator[tuple[str, object]]:
         """Name and value of what is not the default."""
@@ -66,6 +70,11 @@ class Options:
     def given_seed(self) -> int | None:
         """The seed in 0 to 2**64 - 1; None where the epoch's beginning says it."""
         return None if self.seed is None else operator.index(self.seed) % 2**64
+
+    @property
+    def form(self) -> ResultForm | None:
+        """What a batch of images becomes; None where the transforms say it."""
+        return FORMS[self.results] if isinstance(self.results, str) else self.results
 
     def check(self) -> None:
         """Refuse what is out of range."""
@@ -89,6 +98,9 @@ class Options:
             self._refuse("apply_exif", "must be True or False")
         if self.seed is not None and not hasattr(self.seed, "__index__"):
             self._refuse("seed", "is an int, or None")
+        if not isinstance(self.results, ResultForm) and self.results not in (None, *FORMS):
+            names = ", ".join(f'"{name}"' for name in FORMS)
+            self._refuse("results", f"is one of {names}, a Padding, or None")
         share = self.cpu_share
         if share != "auto" and not (isinstance(share, (int, float)) and 0 <= share <= 1):
             self._refuse("cpu_share", 'is a share of the images, 0.0 to 1.0, or "auto"')

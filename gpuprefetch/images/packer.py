@@ -18,7 +18,7 @@ from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.header import ImageHeader, blank, decode_cpu
 from gpuprefetch.images.headers import Headers, remark_on_clipped
 from gpuprefetch.images.host_memory import memory_for
-from gpuprefetch.images.plan import Size, lay_out, readable
+from gpuprefetch.images.plan import lay_out, readable
 from gpuprefetch.images.prepared import (
     Identities,
     PackedImages,
@@ -31,14 +31,15 @@ from gpuprefetch.images.prepared import (
 )
 from gpuprefetch.images.samples import BatchSamples, Origin, Sample, is_alike, keys_of, own_name
 from gpuprefetch.images.slab import Buffer, into_shared_memory
-from gpuprefetch.images.targets import Structure, follow
+from gpuprefetch.images.targets import Followed, Structure, follow
 from gpuprefetch.images.walk import walk
 from gpuprefetch.lists.refused import require_fixed_size
 from gpuprefetch.policies.policy import Policy
 from gpuprefetch.transforms.head import Head
-from gpuprefetch.transforms.launch import Launches, plan_rows
+from gpuprefetch.transforms.launch import Launches, plan_rows, with_places
 from gpuprefetch.transforms.random import Keys, head_keys
 from gpuprefetch.transforms.reference import Doubles, Ints, check_rows, finished_row, resample_uint8
+from gpuprefetch.transforms.sampling import Sampling, Size, Sizes, each_of, size_at
 
 # Without a fixed size the buffer has room for whole pictures, and a header is believed if it claims
 # at most this many decoded bytes for each byte of its file. Photos have 5 to 50. Flat colors have
@@ -101,8 +102,8 @@ class Packer:
         return keys_of(samples, self.origin.seed, self.origin.epoch, self.rank)
 
     @property
-    def sizes(self) -> list[Size]:
-        """``(height, width)`` of each view's result; none where it has no fixed size."""
+    def sizes(self) -> list[Sizes]:
+        """The sizes of each view's results; none where the fused transforms give none."""
         return [head.size for head in self.heads if head.size is not None]
 
     @property
@@ -141,10 +142,10 @@ class Packer:
     def decode_first(
         self, images: Sequence[EncodedImage], headers: Headers, files: Ints, ours: Flags
     ) -> None:
-        """Decode the images whose headers claim more than :data:`BELIEVED`.
+        """Decode those of some images whose headers claim more than :data:`BELIEVED`.
 
-        Without a fixed size the buffer has room for whole pictures, and full shared memory ends the
-        run. A damaged header must not fill it.
+        Where sizes follow from those of the pictures, a damaged header must not fill the shared
+        memory: that ends the run.
         """
         claims = 3 * headers.sizes.prod(axis=1)
         for i in np.flatnonzero(ours & (claims > BELIEVED * files)).tolist():
@@ -191,7 +192,10 @@ class Packer:
         stops = np.empty_like(lengths)
         stops[order] = np.cumsum(lengths[order])
         size = int(lengths.sum())
-        tables = len(self.heads) * Launches.room(len(ours), 3) if self.launches else 0
+        tables = 0
+        if self.launches:
+            own_sizes = [head.has_own_sizes for head in self.heads]
+            tables = sum(Launches.room(len(ours), 3, own_sizes=own) for own in own_sizes)
         orientation = np.where(ours, 1, headers.orientation)  # decoding here turns pictures upright
         rows = [
             None if each is None else of_stored(each, headers, orientation) for each in made.rows
@@ -230,7 +234,7 @@ class Packer:
                     packed.spans[i] = 0
                     continue
             rows = [each[i] for each in packed.rows if each is not None]
-            pictures, fitted = self._fit(picture, rows, crop=bool(made.crops[i]))
+            pictures, fitted = self._fit(picture, rows, i, crop=bool(made.crops[i]))
             for each, row in zip(packed.rows, fitted, strict=False):
                 assert each is not None
                 each[i] = row
@@ -239,10 +243,11 @@ class Packer:
             _write(pictures, parts[i], interleaved=packed.stored.interleaved)
 
     def _fit(
-        self, picture: torch.Tensor, rows: Sequence[Doubles], *, crop: bool
+        self, picture: torch.Tensor, rows: Sequence[Doubles], position: int, *, crop: bool
     ) -> tuple[list[torch.Tensor], list[Doubles]]:
         """What is sent of a decoded picture for each view, and the sampling of that."""
-        if not self.sizes:
+        sizes = [size_at(size, position) for size in self.sizes]
+        if not sizes:
             return [picture], []
         if crop:
             (row,) = rows
@@ -252,11 +257,16 @@ class Packer:
             return [picture[:, top:bottom, left:right]], [moved]
         finished = [
             resample_uint8(
-                picture, row, size, interpolation=head.interpolation, antialias=head.antialias
+                picture,
+                row,
+                size,
+                interpolation=head.interpolation,
+                antialias=head.antialias,
+                fill=head.fill,
             )
-            for head, size, row in zip(self.heads, self.sizes, rows, strict=True)
+            for head, size, row in zip(self.heads, sizes, rows, strict=True)
         ]
-        return finished, [finished_row(size) for size in self.sizes]
+        return finished, [finished_row(size) for size in sizes]
 
     def plan(self, packed: PackedImages) -> tuple[Plan, list[int]]:
         """Plan a batch, and put the launch table of each view into its buffer, after the pixels.
@@ -268,16 +278,16 @@ class Packer:
         words = []
         for view, (head, rows) in enumerate(zip(self.heads, packed.rows, strict=True)):
             assert rows is not None
-            words.append(
-                plan_rows(
-                    rows,
-                    packed.view_sizes(view),
-                    packed.stored.transposed,
-                    self.sizes[view],
-                    head.interpolation,
-                    head.antialias,
-                )
+            planned = plan_rows(
+                rows,
+                packed.view_sizes(view),
+                packed.stored.transposed,
+                self.sizes[view],
+                head.interpolation,
+                head.antialias,
             )
+            places = head.places
+            words.append(planned if places is None else with_places(planned, places))
         plan = lay_out(packed, self.sizes, words)
         ends = []
         end = packed.regions.pixels_end
@@ -303,7 +313,7 @@ class Packer:
                 into_shared_memory(out)  # before it is written: torch would copy it to send it
             if len(ready):
                 pictures = packed.pictures(ready, packed.pixels, packed.regions.pixels, view)
-                head.resample_into(out, ready, pictures, rows[ready])
+                head.resample_into(head.results(out), ready, pictures, rows[ready])
             outs.append(out)
         return outs
 
@@ -351,6 +361,9 @@ class Packing:
         packer = self._packer
         began = time.perf_counter()
         headers = Headers(images, apply_exif=packer.apply_exif)
+        if any(head.has_own_sizes for head in packer.heads):
+            files = np.array([len(image.data) for image in images])
+            packer.decode_first(images, headers, files, headers.whole)
         samples = self._samples.of(images)
         keys = packer.keys(samples)
         samplings = self._samplings(images, samples, keys, headers)
@@ -368,8 +381,8 @@ class Packing:
         )
         packed, decoding = packer.pack(images, headers, rows, who, self._share)
         plan, ends = packer.plan(packed)
-        keeps_size = any(head.keeps_size for head in packer.heads)
-        made = Results(sizes=sizes if keeps_size else (), out=packer.finish(packed))
+        asks = any(head.asks_for_sizes for head in self._packer.heads)
+        made = Results(sizes=sizes if asks else (), out=packer.finish(packed))
         reading = self._packer.read_seconds(images)
         ready = int(packed.decoded.sum())
         report = Report(
@@ -408,14 +421,11 @@ class Packing:
         packer = self._packer
         self._samples = BatchSamples(given, names, repeats)
 
-        def sample_for(
-            images: Sequence[EncodedImage],
-        ) -> tuple[Doubles, Ints, dict[int, str]]:
+        def sample_for(images: Sequence[EncodedImage]) -> Followed:
             headers = Headers(images, apply_exif=packer.apply_exif)
             samples = self._samples.of(images)
-            leaders = _leaders(samples, headers)
-            rows = head.draw(headers.sizes, head_keys(packer.keys(samples)), leaders)
-            return rows, headers.sizes, headers.errors
+            sampling = _sample(head, samples, head_keys(packer.keys(samples)), headers)
+            return Followed(each_of(sampling), headers.sizes, headers.errors, head.mask_fill)
 
         head, *others = packer.heads
         found = walk(given) if others else None
@@ -424,14 +434,9 @@ class Packing:
                 "Views gives several pictures of an image, and boxes, masks and points can follow "
                 "one. Return plain tensors, as mask.as_subclass(torch.Tensor), or leave them out."
             )
-        if found is None and head.keeps_size:
-            found = walk(given)
-            if found.images and found.followers:
-                raise ValueError(
-                    "Boxes, masks and points follow an image that the transforms give a size. "
-                    "Start the list with a crop or a resize, as v2.Resize((480, 640))."
-                )
-        followed = given if others else follow(given, head.size, sample_for)
+        # Images that come as tensors are not moved here: those say no size.
+        moves = not others and (head.size is not None or bool(head.form and walk(given).images))
+        followed = follow(given, sample_for) if moves else given
         if followed is not given:
             self._following = True
             self._samples = BatchSamples(followed, names, repeats)
@@ -449,31 +454,25 @@ class Packing:
         if len(packer.heads) > 1:
             for head in packer.heads:
                 require_fixed_size(head, ())
-        if not (packer.sizes or any(head.keeps_size for head in packer.heads)):
+        if not any(head.gives_results for head in packer.heads):
             return [_Sampled(None, None)]
         if self._following:
-            followed = [image._row for image in images if image._row is not None]
-            if len(followed) < len(images):
+            settled = [image._sampling for image in images if image._sampling is not None]
+            if len(settled) < len(images):
                 raise ValueError(
                     "The collate function made new EncodedImages, but boxes, masks or points have "
                     "been moved with those of the samples. Let it pass these on."
                 )
             (head,) = packer.heads
-            sampled = [_Sampled(np.stack(followed), head.size)]
+            lengths = np.array([each.size for each in settled], np.int64)
+            rows = np.stack([each.row for each in settled])
+            sampled = [_sampled(head, rows, lengths, images, headers)]
         else:
             sampled = []
             for view, head in enumerate(packer.heads):
-                sizes = headers.sizes
-                leaders = _leaders(samples, headers)
-                if head.keeps_size:  # bad images, whose sizes are made up, get that of the others
-                    bad = ~headers.whole
-                    common = sizes[headers.whole][:1] if headers.whole.any() else 1
-                    sizes = sizes.copy()
-                    sizes[bad] = common
-                    leaders[bad] = common
-                sampling = head.sample(sizes, head_keys(keys, view), leaders)
-                size = head.size or _one_size(sampling.length.astype(int), images)
-                sampled.append(_Sampled(sampling.rows(), size))
+                sampling = _sample(head, samples, head_keys(keys, view), headers)
+                lengths = sampling.length.astype(np.int64)
+                sampled.append(_sampled(head, sampling.rows(), lengths, images, headers))
         for each in sampled:
             assert each.rows is not None and each.size is not None
             check_rows(each.rows, headers.sizes, each.size)
@@ -481,10 +480,36 @@ class Packing:
 
 
 class _Sampled(NamedTuple):
-    """The sampling of a view: ``(N, 2, 6)`` rows, and the size of its result; None without one."""
+    """The sampling of a view: ``(N, 2, 6)`` rows, and its results' sizes; None without results."""
 
     rows: Doubles | None
-    size: Size | None
+    size: Sizes | None
+
+
+def _sample(head: Head, samples: Sequence[Sample], keys: Keys, headers: Headers) -> Sampling:
+    """The sampling of images with these headers, for one view, from the ``(N,)`` keys."""
+    sizes = headers.sizes
+    leaders = _leaders(samples, headers)
+    if head.asks_for_sizes:  # bad images, whose sizes are made up, get that of the others
+        bad = ~headers.whole
+        common = sizes[headers.whole][:1] if headers.whole.any() else 1
+        sizes = sizes.copy()
+        sizes[bad] = common
+        leaders[bad] = common
+    return head.sample(sizes, keys, leaders)
+
+
+def _sampled(
+    head: Head, rows: Doubles, lengths: Ints, images: Sequence[EncodedImage], headers: Headers
+) -> _Sampled:
+    """The sampling of a view whose results have ``lengths`` ``(N, 2)``, in the form it asks for."""
+    if head.has_own_sizes:
+        bad = ~headers.whole  # results that nobody gets
+        lengths[bad] = 1
+        rows[bad] = finished_row((1, 1))
+        return _Sampled(rows, lengths)
+    size = head.size if isinstance(head.size, tuple) else _one_size(lengths, images)
+    return _Sampled(rows, size)
 
 
 def _one_size(sizes: Ints, images: Sequence[EncodedImage]) -> Size:
@@ -498,8 +523,9 @@ def _one_size(sizes: Ints, images: Sequence[EncodedImage]) -> Size:
             f"stack expects each tensor to be equal size, but got {shapes[0]} at entry 0, "
             f"{names[0]}, and {shapes[1]} at entry {other}, {names[1]}. Start the transforms "
             "with what gives images one size: v2.RandomResizedCrop(224) for training, or "
-            "v2.Resize(256) and v2.CenterCrop(224) for validation. If a function of your own does "
-            "so, let the workers run it: accelerate(loader, keep_unknown=True)."
+            "v2.Resize(256) and v2.CenterCrop(224) for validation; or take a list of images of "
+            'their own sizes: results="list". If a function of your own gives them one, let the '
+            "workers run it: accelerate(loader, keep_unknown=True)."
         )
     height, width = sizes[0].tolist()
     return height, width

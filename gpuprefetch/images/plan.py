@@ -16,8 +16,7 @@ from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import arrange
 from gpuprefetch.transforms.launch_table import Words
 from gpuprefetch.transforms.reference import Ints
-
-Size = tuple[int, int]
+from gpuprefetch.transforms.sampling import Sizes
 
 BLOCK = 512  # torch's caching allocator rounds up to it
 
@@ -129,7 +128,7 @@ def uploads(
 
 def lay_out(
     images: PackedImages,
-    sizes: Sequence[Size] = (),
+    sizes: Sequence[Sizes] = (),
     words: Sequence[Words] = (),
     limit: int | None = None,
     whole: int | None = None,
@@ -138,7 +137,7 @@ def lay_out(
 
     Args:
         images: whose files and pixels lie in their buffer.
-        sizes: of the result of each view; none without a fixed size.
+        sizes: of the results of each view; none where the fused transforms give none.
         words: of each view, of :func:`.launch.plan_rows`; none where no kernel resamples.
         limit: bytes of a part at most; a larger picture has a part for itself.
         whole: likewise, for a decoder whose calls need as long whatever their size.
@@ -166,10 +165,10 @@ def lay_out(
     starts = np.concatenate([offsets for _, offsets in located])
     counts = [len(positions) for positions, _ in located]
     ready = images.decoded[places]
-    tables = [
-        arrange(each[places], places, starts + ready * images.view_start(view), counts, size)
-        for view, (each, size) in enumerate(zip(words, sizes, strict=True))
-    ]
+    tables = []
+    for view, (each, size) in enumerate(zip(words, sizes, strict=True)):
+        offsets = starts + ready * images.view_starts(view)[places]
+        tables.append(arrange(each[places], places, offsets, counts, size))
     return Plan(parts, tables)
 
 

@@ -22,7 +22,7 @@ from gpuprefetch.transforms.launch import Launches, Table, by_place
 from gpuprefetch.transforms.launch_table import Words
 from gpuprefetch.transforms.random import Keys
 from gpuprefetch.transforms.reference import Doubles, Ints
-from gpuprefetch.transforms.sampling import Size
+from gpuprefetch.transforms.sampling import Sizes, areas
 
 
 @dataclass(slots=True)
@@ -133,9 +133,9 @@ class Stored:
     # (N,), whether the stored picture has rows in place of columns
     transposed: npt.NDArray[np.bool_]
     interleaved: bool  # whether decoded pixels lie as decoders write them, (H, W, 3), or as planes
-    # (height, width) of the result of each view, if there are several. A worker finishes what it
+    # The sizes of the results of each view, if there are several. A worker finishes what it
     # decodes for all of them, and the results lie one after the other. Empty for one view.
-    views: Sequence[tuple[int, int]] = ()
+    views: Sequence[Sizes] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,8 +169,8 @@ class Report:
 class Results:
     """What a worker has made of its batch besides the buffer."""
 
-    # (height, width) of the result of each view, if the images say it; else empty.
-    sizes: Sequence[Size] = ()
+    # The sizes of the results of each view, if the images say them; else empty.
+    sizes: Sequence[Sizes] = ()
     # The result of each view, where the fused transforms run in the worker.
     out: list[torch.Tensor] = field(default_factory=list)
     # Random parameters of the first transform after the fused ones, one entry a view. Empty if that
@@ -238,16 +238,19 @@ class PackedImages:
             return self.stored.sizes
         return np.where(self.decoded[:, None], self.stored.views[view], self.stored.sizes)
 
-    def view_start(self, view: int) -> int:
-        """The first byte of a view within the pixels of an image that a worker has decoded."""
-        return 3 * sum(height * width for height, width in self.stored.views[:view])
+    def view_starts(self, view: int) -> Ints:
+        """``(N,)``, the first byte of a view within the pixels that a worker has decoded."""
+        starts = np.zeros(len(self), dtype=np.int64)
+        for size in self.stored.views[:view]:
+            starts += 3 * areas(size, len(self))
+        return starts
 
     def pictures(
         self, positions: Ints, pixels: torch.Tensor, start: int, view: int = 0
     ) -> list[torch.Tensor]:
         """``(3, H, W)`` images that workers decoded, in ``pixels`` from byte ``start`` on."""
         sizes = self.view_sizes(view)[positions]
-        firsts = self.spans[positions, 0] - start + self.view_start(view)
+        firsts = self.spans[positions, 0] - start + self.view_starts(view)[positions]
         ends = firsts + 3 * sizes.prod(axis=1)
         bounds = zip(firsts.tolist(), ends.tolist(), strict=True)
         pieces = [pixels[first:last] for first, last in bounds]
@@ -286,10 +289,14 @@ class PreparedImages(PackedImages, Encoded):
             return list(heads)
         return [head.sized(size) for head, size in zip(heads, sizes, strict=True)]
 
-    def words(self, view: int) -> Words:
-        """``(N,)``, what a view's launch table has of each image, in the order of the batch."""
+    def words(self, view: int, *, own_sizes: bool) -> Words:
+        """``(N,)``, what a view's launch table has of each image, in the order of the batch.
+
+        ``own_sizes`` says whether the results of the view have sizes of their own.
+        """
         first, last = self.regions.tables[view : view + 2]
-        return by_place(Launches.words(self.buffer.tensor[first:last], 3), len(self))
+        table = self.buffer.tensor[first:last]
+        return by_place(Launches.words(table, 3, own_sizes=own_sizes), len(self))
 
     def pin_memory(self, device: object = None) -> PreparedImages:
         """The batch in pinned memory; the DataLoader's pin thread calls it."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -86,7 +85,8 @@ def preview(loader: Loader, pipeline: Pipeline, moment: Moment, wanted: Wanted) 
     loader = _map_style(loader)
     keys = _keys(loader, wanted)
     gpus = [pipeline.device] if pipeline.device.type == "cuda" else []
-    with torch.random.fork_rng(gpus), trial_draws(), _seeds_kept(pipeline):
+    pipeline = pipeline.with_own_state()
+    with torch.random.fork_rng(gpus), trial_draws():
         samples = read_samples(loader.dataset, keys)
         names, repeats = Repeats(loader.dataset).add(keys)
         apply_exif = pipeline.packer.apply_exif
@@ -151,18 +151,6 @@ def _keys(loader: TorchLoader, wanted: Wanted) -> list[Key]:
         raise ValueError("preview shows samples of the dataset, and it has none.")
     count = min(wanted.count, length)
     return [int(key) for key in np.linspace(0, length - 1, count).round()]
-
-
-@contextmanager
-def _seeds_kept(pipeline: Pipeline) -> Iterator[None]:
-    """Restore the state of the transforms that were built with a seed."""
-    own = [op for view in pipeline.views for op in view.tail if isinstance(op, PerImage)]
-    states = [op.get_extra_state() for op in own]
-    try:
-        yield
-    finally:
-        for op, state in zip(own, states, strict=True):
-            op.set_extra_state(state)
 
 
 # --- Originals ---

@@ -68,7 +68,7 @@ def replay(loader: TorchLoader, pipeline: Pipeline, notes: Notes, index: Key, re
     row = _row_of(sample.position, len(sample.batch.keys), images)
     on_error = pipeline.tolerance.on_error
     stage = apart_from_epochs(
-        pipeline,
+        pipeline.with_own_state(),
         packer,
         on_error if isinstance(on_error, str) else "skip",
         ranks=Ranks(notes.rank),

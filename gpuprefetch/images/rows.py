@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from gpuprefetch.core.nested import moves_itself, objects
+from gpuprefetch.images.places import ViewPlace
 from gpuprefetch.images.walk import PerSample, is_per_sample
 
 
@@ -122,7 +123,7 @@ def is_column(node: Any, *, count: int) -> bool:
         return True
     if type(node) not in (list, tuple) or len(node) != count:
         return False
-    if any(isinstance(leaf, PendingImages) for leaf in objects(node)):
+    if any(isinstance(leaf, (PendingImages, ViewPlace)) for leaf in objects(node)):
         return False
     there = [entry for entry in node if entry is not None]  # a sample may have no mask
     tensors = [isinstance(entry, (torch.Tensor, np.ndarray)) for entry in there]

@@ -81,6 +81,10 @@ class Pipeline:
         fresh = {"decoding": self.decoding.anew(), "_decoded": {}} | changes
         return replace(self, **fresh)  # type: ignore[arg-type]
 
+    def with_own_state(self) -> Pipeline:
+        """A copy whose transforms nobody else calls, as the thread of an epoch may do meanwhile."""
+        return replace(self, views=[view.with_own_state() for view in self.views])
+
     @property
     def device(self) -> torch.device:
         return self.decoding.device

@@ -48,8 +48,16 @@ def alone(transform: Transform) -> contextlib.AbstractContextManager[object]:
 
 
 def run(transform: Transform, images: Any, keys: Keys | None = None) -> Any:
-    """Run a transform on images. One that can sample for each image does so from its key."""
+    """Run a transform on images. One that can sample for each image does so from its key.
+
+    Images of their own sizes are a list, and each is transformed as a batch of one.
+    """
     name = getattr(transform, "__name__", type(transform).__name__)
+    if isinstance(images, list):
+        return [
+            _only(name, run(transform, image[None], None if keys is None else keys[i : i + 1]))
+            for i, image in enumerate(images)
+        ]
     try:
         with alone(transform):
             keyed = keys is not None and takes_keys(transform) and _count(images) == len(keys)
@@ -76,6 +84,17 @@ def run_alike(
         with SeededDraws(seed):
             results.append(run(transform, images, keys))
     return results
+
+
+def _only(name: str, result: object) -> torch.Tensor:
+    """The image of a batch of one, as a transform returned it."""
+    if not isinstance(result, torch.Tensor) or result.dim() != 4 or len(result) != 1:
+        raise ValueError(
+            f"the transform {name} returned {_form(result)} for one image. Images have sizes of "
+            "their own here, and each is transformed alone, as (1, C, H, W). Let it return that, "
+            "or give images one size before it, as v2.CenterCrop(224) does."
+        )
+    return result[0]
 
 
 def _count(images: object) -> int:
@@ -144,28 +163,34 @@ def moves_pixels(transforms: Iterable[Any]) -> bool:
 Target = dict[object, Any]
 
 
+# N images (C, H, W): (N, C, H, W), or a list where each has its own size.
+Images = torch.Tensor | list[torch.Tensor]
+
+
 class Moved(NamedTuple):
     """Batches of N images of the same samples, and the N targets beside them."""
 
-    batches: list[torch.Tensor]
+    batches: Sequence[Images]
     targets: list[Target]
 
 
 class Runner(Protocol):
     """Runs one transform on images and targets; ``keys`` ``(N,)`` are those of the samples."""
 
-    def __call__(self, batches: list[torch.Tensor], targets: list[Target], keys: Keys) -> Moved: ...
+    def __call__(
+        self, batches: Sequence[torch.Tensor], targets: list[Target], keys: Keys
+    ) -> Moved: ...
 
 
 def run_tail(
     tail: Sequence[Transform],
-    batches: Sequence[torch.Tensor],
+    batches: Sequence[Images],
     batch: Any,
     fate: Fate,
     keys: Keys,
     seed: int,
-    look: Callable[[Transform, torch.Tensor], None],
-) -> tuple[list[torch.Tensor], Any]:
+    look: Callable[[Transform, Images], None],
+) -> tuple[Sequence[Images], Any]:
     """Run transforms on images, and on the boxes, masks and points beside them.
 
     Args:
@@ -192,7 +217,7 @@ def run_tail(
             moved = moved._replace(batches=alike)
         elif fate is Fate.KEPT:
             with alone(transform):
-                moved = runner(moved.batches, moved.targets, own_keys)
+                moved = _move(runner, moved, own_keys)
         else:
             raise ValueError(
                 f"{type(transform).__name__} moves boxes, masks and points, but the collate_fn "
@@ -201,6 +226,23 @@ def run_tail(
                 "move them in the dataset."
             )
     return moved.batches, _with_targets(batch, columns, moved.targets)
+
+
+def _move(runner: Runner, given: Moved, keys: Keys) -> Moved:
+    """Run a transform on images and targets. With sizes of their own each sample is a batch."""
+    stacks = [images for images in given.batches if isinstance(images, torch.Tensor)]
+    if len(stacks) == len(given.batches):
+        return runner(stacks, given.targets, keys)
+    batches: list[list[torch.Tensor]] = [[] for _ in given.batches]
+    targets = []
+    for i, (target, images) in enumerate(
+        zip(given.targets, zip(*given.batches, strict=True), strict=True)
+    ):
+        moved = runner([image[None] for image in images], [target], keys[i : i + 1])
+        for done, made in zip(batches, moved.batches, strict=True):
+            done.append(made[0])
+        targets += moved.targets
+    return Moved(batches, targets)
 
 
 def _columns_of(batch: object) -> dict[object, PerSample]:
@@ -267,7 +309,7 @@ def _moves_images_alone(transform: Transform, mover: str) -> ValueError:
 
 
 def _run_program(
-    program: PerImage, batches: list[torch.Tensor], targets: list[Target], keys: Keys
+    program: PerImage, batches: Sequence[torch.Tensor], targets: list[Target], keys: Keys
 ) -> Moved:
     """Run a program, sampled once for each sample, on its images and its target."""
     sampled = program.draw(batches[0], None if program.seed is not None else keys)
@@ -299,7 +341,7 @@ class _EachSample:
     def name(self) -> str:
         return type(self.transform).__name__
 
-    def run(self, batches: list[torch.Tensor], targets: list[Target], keys: Keys) -> Moved:
+    def run(self, batches: Sequence[torch.Tensor], targets: list[Target], keys: Keys) -> Moved:
         self._refuse_unseen(targets)
         images_of_samples = zip(*batches, strict=True)
         results = list(map(self._run_one, images_of_samples, targets, keys))

@@ -35,8 +35,8 @@ from gpuprefetch.images.walk import (
     is_image,
     walk,
 )
-from gpuprefetch.transforms.reference import Ints
-from gpuprefetch.transforms.sampling import Floats, Size
+from gpuprefetch.transforms.reference import TIE, Ints
+from gpuprefetch.transforms.sampling import OneSampling, Size
 
 # Note [Coordinates]
 # Pixel k reaches from k to k + 1, for boxes and points alike, as in COCO and torchvision's models.
@@ -45,8 +45,18 @@ from gpuprefetch.transforms.sampling import Floats, Size
 
 Structure = TypeVar("Structure")  # the samples of a batch; the same structure comes back
 
-# Samples rows, sizes and errors (position -> reason) for images, in their order.
-Sampler = Callable[[list[EncodedImage]], tuple[Floats, Ints, dict[int, str]]]
+
+class Followed(NamedTuple):
+    """The images that targets follow, in their order."""
+
+    samplings: Sequence[OneSampling]
+    sizes: Ints  # (N, 2), heights and widths by their headers; made up if these are bad
+    errors: dict[int, str]  # position -> why the header is bad
+    mask_fill: float | None  # of the padding; None where masks have none
+
+
+# Samples the random parameters of all images at once.
+Sampler = Callable[[list[EncodedImage]], Followed]
 
 # Whether this thread collates samples whose masks and points have followed their images.
 followed = ContextVar("followed", default=False)
@@ -62,19 +72,18 @@ def refuse_unfollowed(*batches: object) -> None:
         )
 
 
-def follow(samples: Structure, size: Size | None, sample_for: Sampler) -> Structure:
+def follow(samples: Structure, sample_for: Sampler) -> Structure:
     """Move boxes, masks and points as the fused transforms will move their image.
 
     Args:
         samples: what the collate function is to get: a list of samples, or one item.
-        size: of the result; None if the fused transforms give none.
         sample_for: samples the random parameters of all images at once.
 
     Returns:
         The samples with moved targets, or the same object if it has none. Their images are copies
-        that know their sampling rows.
+        that know their sampling.
     """
-    if size is None or not follower_types():
+    if not follower_types():
         return samples
     each: list[Any] = samples if isinstance(samples, list) else [samples]
     contents = [walk(sample) for sample in each]
@@ -87,16 +96,17 @@ def follow(samples: Structure, size: Size | None, sample_for: Sampler) -> Struct
     if each is not samples and len(contents[0].images) > 1 and _holds_a_list_of_images(samples):
         raise _unmatched("a list of them")
     images = [image for i in involved for image in contents[i].images]
-    rows, sizes, errors = sample_for(images)  # type: ignore[arg-type]
+    samplings, sizes, errors, fill = sample_for(images)  # type: ignore[arg-type]
     placed = [
-        _Placed(image, rows[i], tuple(sizes[i]), i not in errors) for i, image in enumerate(images)
+        _Placed(image, samplings[i], tuple(sizes[i]), i not in errors)
+        for i, image in enumerate(images)
     ]
     _keep_stacks_of_followed()
     moved = list(each)
     remaining = iter(placed)
     for i in involved:
         own = [next(remaining) for _ in contents[i].images]
-        moved[i] = map_leaves(partial(_moved, own, size), each[i], is_image)
+        moved[i] = map_leaves(partial(_moved, own, fill), each[i], is_image)
     return moved if each is samples else moved[0]  # type: ignore[return-value]
 
 
@@ -118,19 +128,19 @@ class _Placed:
     """An image of a sample, and how the fused transforms will sample it."""
 
     image: EncodedLeaf
-    row: Floats  # (2, 6)
+    sampling: OneSampling
     size: Size  # height and width by its header; made up if that is bad
     readable: bool  # whether the header is good
 
 
-def _moved(images: Sequence[_Placed], size: Size, leaf: object) -> object:
-    """A leaf of a sample as it becomes when the sample's images are resampled to ``size``."""
+def _moved(images: Sequence[_Placed], mask_fill: float | None, leaf: object) -> object:
+    """A leaf of a sample as it becomes when the sample's images are resampled."""
     if isinstance(leaf, EncodedImage):
         image = copy.copy(leaf)
-        image._settle(next(placed.row for placed in images if placed.image is leaf))
+        image._settle(next(placed.sampling for placed in images if placed.image is leaf))
         return image
     if is_follower(leaf):
-        return _moved_by(_leader(images, leaf).row, leaf, size)
+        return _moved_by(_leader(images, leaf).sampling, leaf, mask_fill)
     return leaf
 
 
@@ -169,37 +179,42 @@ class Axis(NamedTuple):
     last: float
 
 
-def _moved_by(row: Floats, follower: Follower, size: Size) -> Follower:
+def _moved_by(sampling: OneSampling, follower: Follower, mask_fill: float | None) -> Follower:
     from torchvision import tv_tensors
 
-    y, x = (Axis(*columns) for columns in row.tolist())
-    height, width = size
+    y, x = (Axis(*columns) for columns in sampling.row.tolist())
+    height, width = sampling.size
     if isinstance(follower, tv_tensors.Mask):
+        if mask_fill is None:
+            raise ValueError(
+                "Padding has the color of pictures, which is none for the masks beside them. "
+                "Write fill={tv_tensors.Image: (124, 116, 104), tv_tensors.Mask: 0}."
+            )
         values = follower.as_subclass(torch.Tensor)
         values = values.view(_SIGNED.get(follower.dtype, follower.dtype))
-        values = _nearest(values, -2, y, height)
-        values = _nearest(values, -1, x, width)
+        values = _nearest(values, -2, y, height, mask_fill)
+        values = _nearest(values, -1, x, width, mask_fill)
         mask: Follower = tv_tensors.Mask(values.view(follower.dtype))
         return mask
     grids = [_grid(x, width), _grid(y, height)]
     origin, step = torch.tensor(grids, dtype=torch.float64, device=follower.device).unbind(1)
     points = (_points_of(follower) - 0.5 - origin) / step + 0.5  # Note [Coordinates]
-    return _at_points(follower, points, size)
+    return _at_points(follower, points, sampling.size)
 
 
 # torch's unsigned types of more than 8 bits know few operations: the same bits, signed, know all.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-def _nearest(mask: torch.Tensor, dim: int, axis: Axis, length: int) -> torch.Tensor:
-    """Resample one dimension to ``length``: the nearest pixel, and 0 for padding."""
+def _nearest(mask: torch.Tensor, dim: int, axis: Axis, length: int, fill: float) -> torch.Tensor:
+    """Resample one dimension to ``length``: the nearest pixel, and ``fill`` for padding."""
     index = np.arange(length)
-    pixel = np.floor(axis.origin + axis.step * index + 0.5).clip(axis.low, axis.high - 1)
+    pixel = np.floor(axis.origin + axis.step * index + (0.5 + TIE)).clip(axis.low, axis.high - 1)
     # The size of an unreadable file is made up, and the mask may be smaller.
     pixel = pixel.clip(0, mask.shape[dim] - 1).astype(np.int64)
     resampled = mask.index_select(dim, torch.from_numpy(pixel).to(mask.device))
     padding = torch.from_numpy((index < axis.first) | (index >= axis.last)).to(mask.device)
-    return resampled.masked_fill_(padding[:, None] if dim == -2 else padding, 0)
+    return resampled.masked_fill_(padding[:, None] if dim == -2 else padding, fill)
 
 
 def _grid(axis: Axis, length: int) -> tuple[float, float]:

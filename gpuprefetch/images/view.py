@@ -12,6 +12,7 @@ import torch
 
 from gpuprefetch.core.nested import Batch
 from gpuprefetch.images.tail import run, run_alike
+from gpuprefetch.lists.forms import varies_size
 from gpuprefetch.lists.fused import is_kornia
 from gpuprefetch.lists.refused import gives_size, require_fixed_size
 from gpuprefetch.lists.values import ValueCheck
@@ -22,10 +23,11 @@ from gpuprefetch.lists.walk import (
     read_for_files,
     read_for_tensors,
 )
-from gpuprefetch.policies.per_image import Cast, PerImage
+from gpuprefetch.policies.per_image import Cast, PerImage, ToUint8
 from gpuprefetch.policies.registry import SHARED, Is, has
 from gpuprefetch.transforms.head import Head, Transform, apply_head
 from gpuprefetch.transforms.random import Keys, derive, fold, op_keys
+from gpuprefetch.transforms.results import ResultForm, form_of
 
 if TYPE_CHECKING:
     from gpuprefetch.policies.ops_launch import Layout
@@ -59,20 +61,22 @@ class View:
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
         *,
+        form: ResultForm | None = None,
         files_alone: bool = False,
     ) -> View:
         """The view of a list. One that is for neither decoded images nor tensors is an error.
 
-        ``files_alone`` says that no images come as tensors.
+        ``form`` is what decoded images become, None for what the list says; ``files_alone`` says
+        that no images come as tensors.
         """
         try:
-            view = _view_of(read_for_files(transforms), dtype, memory_format)
+            view = _view_of(read_for_files(transforms), dtype, memory_format, form)
         except ValueError as error:
             if files_alone:
                 raise
             written = _view_of(read_for_tensors(transforms), dtype, memory_format)
             return replace(written, refused=error)
-        if files_alone or not view.plan.is_pipeline:
+        if files_alone or not (view.plan.is_pipeline or form is not None):
             return view
         try:
             written = _view_of(read_for_tensors(transforms), dtype, memory_format)
@@ -86,6 +90,19 @@ class View:
             raise copy.copy(self.tensors)  # whose traceback would grow from batch to batch
         return self.tensors or self
 
+    def with_own_state(self, memo: dict[int, object] | None = None) -> View:
+        """The same with copies of the transforms, whose state no other thread changes.
+
+        kornia's keep what they have sampled, and those with a seed count their calls. A transform
+        that cannot be copied is shared. ``memo`` is that of :func:`copy.deepcopy`.
+        """
+        memo = {} if memo is None else memo
+        tensors = self.tensors
+        if isinstance(tensors, View):
+            tensors = tensors.with_own_state(memo)
+        tail = [_copied(op, memo) for op in self.tail]
+        return replace(self, tail=tail, values=ValueCheck(self.head, tail), tensors=tensors)
+
     def require_files(self) -> None:
         """Raise a ValueError if decoded images do not get one size."""
         if self.refused is not None:
@@ -95,7 +112,8 @@ class View:
     @property
     def changes(self) -> bool:
         """Whether images that come as tensors are changed at all."""
-        return bool(self.head.names or self.tail or self.head.dtype or self.head.memory_format)
+        view = self.tensors if isinstance(self.tensors, View) else self
+        return bool(view.head.names or view.tail or view.head.dtype or view.head.memory_format)
 
     @property
     def running(self) -> list[Transform]:
@@ -145,7 +163,7 @@ class View:
         The values that it gets must be known: it comes after no Normalize.
         """
         first = self.tail[0] if self.tail else None
-        sized = self.head.size is not None or self.head.keeps_size
+        sized = self.head.gives_results and not self.head.has_own_sizes
         known = sized and not (self.head.mean or self.head.std)
         return first if known and type(first) is PerImage and first.seed is None else None
 
@@ -190,10 +208,22 @@ class View:
         return images
 
 
+def _copied(op: Transform, memo: dict[int, object]) -> Transform:
+    """A copy of a transform; itself where it holds what cannot be copied, such as a lock."""
+    try:
+        copied: Transform = copy.deepcopy(op, memo)
+    except Exception:  # whatever a user's class raises
+        return op
+    return copied
+
+
 def _view_of(
-    plan: Plan, dtype: torch.dtype | None, memory_format: torch.memory_format | None
+    plan: Plan,
+    dtype: torch.dtype | None,
+    memory_format: torch.memory_format | None,
+    form: ResultForm | None = None,
 ) -> View:
-    """The view of a list that was read; the loop asks for a dtype and a memory format."""
+    """The view of a list that was read; the loop asks for a dtype, a memory format and a form."""
     if dtype == torch.uint8 and plan.head.mean:
         raise ValueError(
             "dtype=torch.uint8 is for values of 0 to 255, and Normalize gives others. Leave one of "
@@ -205,13 +235,24 @@ def _view_of(
         plan = plan.then(cast)
         cast = Cast(None, None)
     tail = levels_for_program(plan.head, plan.tail, cast)
+    head = replace(plan.head, dtype=cast.dtype, memory_format=cast.memory_format)
     # A list without a crop is for images of one size. A crop that the launch does not take, and
     # that comes after it, is for others.
     changes = bool(plan.head.names or plan.tail)
-    keeps_size = changes and plan.head.size is None and not any(map(gives_size, plan.tail))
-    head = replace(
-        plan.head, dtype=cast.dtype, memory_format=cast.memory_format, keeps_size=keeps_size
-    )
+    asked = changes or form is not None
+    if plan.head.size is not None or (asked and not any(map(gives_size, plan.tail))):
+        own = head.varies_size or (head.size is None and any(map(varies_size, plan.tail)))
+        head = replace(head, form=form or form_of(own_sizes=own))
+    if head.form is not None and not changes:  # decoded images are levels
+        head = replace(head, dtype=head.dtype or torch.uint8)
+    if head.has_own_sizes and isinstance(next(iter(plan.tail), None), ToUint8):
+        # The launch rounds all images at once, and an op after it would do so one by one.
+        rest = plan.tail[1:]
+        head = replace(head, dtype=torch.uint8, memory_format=None)
+        if rest and isinstance(rest[0], Cast) and rest[0].dtype in (None, torch.uint8):
+            head = replace(head, memory_format=rest[0].memory_format)
+            rest = rest[1:]
+        return View(plan, head, rest, False, ValueCheck(head, rest))
     if tail is None:
         return View(plan, head, plan.tail, False, ValueCheck(head, plan.tail))
     head = replace(head, dtype=torch.uint8, memory_format=None)

@@ -30,7 +30,7 @@ def costs(loader: Loader, device: torch.device, count: int) -> str:
             found = []
             where = "of a batch, after the fused launch"
             for view in loader.views:
-                if view.tail and view.head.size is not None:
+                if view.tail and isinstance(view.head.size, tuple):
                     shape = (count, 3, *view.head.size)
                     images = torch.rand(shape, dtype=torch.float32, device=device)
                     images = (images * 255).to(torch.uint8) if view.levels else images

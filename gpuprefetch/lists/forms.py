@@ -19,7 +19,7 @@ from typing import Self
 import torch
 
 from gpuprefetch.policies.each import Each
-from gpuprefetch.policies.known import constants, is_on_device, name_of
+from gpuprefetch.policies.known import constants, is_on_device, name_of, parts_of
 from gpuprefetch.policies.per_image import Cast, ToFloat, ToUint8
 from gpuprefetch.policies.registry import Is, LibraryOp, has, row_of
 from gpuprefetch.policies.timm import from_timm
@@ -121,6 +121,16 @@ def fixes_size(op: LibraryOp) -> bool:
     row = row_of(op)
     theirs = row is not None and row.library == "torchvision" and Is.CROPS in row.traits
     return theirs and isinstance(size, Sequence) and len(size) == 2
+
+
+def varies_size(op: LibraryOp) -> bool:
+    """Whether images of one size may have several after this op, or those of several still have."""
+    op = from_timm(getattr(op, "op", op))  # which a Loop calls for each image
+    crops = has(op, Is.CROPS) and not fixes_size(op)
+    alone = has(op, Is.ALONE) and has(op, Is.MOVES)
+    return (
+        crops or alone or bool(getattr(op, "expand", False)) or any(map(varies_size, parts_of(op)))
+    )
 
 
 def image_dtype(op: LibraryOp, kind: type | None) -> torch.dtype | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 
+import numpy as np
 import torch
 
-from gpuprefetch.policies.known import constants, filter_of, name_of
+from gpuprefetch.lists.chosen import Chooser
+from gpuprefetch.policies.known import constants, filter_of, name_of, title
 from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.transforms.head import (
     RESIZE_FILTERS,
@@ -19,11 +22,20 @@ from gpuprefetch.transforms.head import (
 )
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
+    ChosenPartOp,
+    ChosenPlaceOp,
+    Fill,
     FlipOp,
     HeadOp,
+    JitteredScale,
     RandomCropOp,
+    RandomSizeOp,
     ResizedCropOp,
     ResizeOp,
+    ShorterSide,
+    ShortestSize,
+    SizeRule,
+    ZoomOutOp,
 )
 
 # What differs in the fused launch, given the same parameters.
@@ -33,9 +45,9 @@ NEAREST_TIES = "where two pixels are equally near it may be the other"
 
 
 class RandomCrop(FusedTransform):
-    """torchvision's RandomCrop with black padding."""
+    """torchvision's RandomCrop with padding of one color."""
 
-    def __init__(self, op: LibraryOp) -> None:
+    def __init__(self, op: LibraryOp, fill: Fill | None = None) -> None:
         left, right, top, bottom = op.padding or (0, 0, 0, 0)
         super().__init__(
             RandomCropOp(
@@ -43,8 +55,70 @@ class RandomCrop(FusedTransform):
                 before=(top, left),
                 after=(bottom, right),
                 pad_if_needed=bool(op.pad_if_needed),
+                fill=fill,
             )
         )
+
+
+class RandomZoomOut(FusedTransform):
+    """torchvision's RandomZoomOut."""
+
+    def __init__(self, op: LibraryOp, fill: Fill | None) -> None:
+        low, high = map(float, op.side_range)
+        super().__init__(ZoomOutOp((low, high), float(op.p), fill))
+
+
+def _fill_of(op: LibraryOp, *, is_float: bool) -> Fill | None:
+    """The padding of an op, None for black; images are in [0, 1] where they are floating point.
+
+    Raises:
+        KeyError: if it does not say what it is for images.
+    """
+    from torchvision import tv_tensors
+
+    given = op.fill
+    masks = given
+    if isinstance(given, dict):
+        kinds = (tv_tensors.Image, torch.Tensor, "others")
+        masks = next((given[kind] for kind in (tv_tensors.Mask, "others") if kind in given), 0)
+        given = given[next((kind for kind in kinds if kind in given), "others")]
+    values = [*given] if isinstance(given, Sequence) else [given or 0]
+    levels = tuple(float(value) * (255 if is_float else 1) for value in values)
+    levels = levels * 3 if len(levels) == 1 else levels
+    mask = None if isinstance(masks, Sequence) and len(masks) > 1 else float(np.max(masks or 0))
+    return None if not (any(levels) or mask) else Fill(levels, mask)
+
+
+class RandomSize(FusedTransform):
+    """torchvision's RandomResize, RandomShortestSize and ScaleJitter."""
+
+    def __init__(self, op: LibraryOp, interpolation: str) -> None:
+        super().__init__(RandomSizeOp(_SIZE_RULES[type(op).__name__](op), interpolation))
+        self.__name__ = type(op).__name__
+
+
+# What stands for torchvision's resizes that sample a size.
+_SIZE_RULES: dict[str, Callable[[LibraryOp], SizeRule]] = {
+    "RandomResize": lambda op: ShorterSide(op.min_size, op.max_size),
+    "RandomShortestSize": lambda op: ShortestSize(tuple(op.min_size), op.max_size),
+    "ScaleJitter": lambda op: JitteredScale(tuple(op.target_size), tuple(op.scale_range)),
+}
+
+
+class ChosenCrop(FusedTransform):
+    """A crop whose part the user's own ``get_params`` chooses: see :mod:`.chosen`.
+
+    Args:
+        op: the user's.
+        like: what torchvision's crop with the same arguments is here.
+    """
+
+    def __init__(self, op: LibraryOp, like: HeadOp) -> None:
+        values = {field.name: getattr(like, field.name) for field in fields(like)}  # type: ignore[arg-type]
+        if isinstance(like, ResizedCropOp):
+            super().__init__(ChosenPartOp(**values, choose=Chooser(op, ("scale", "ratio"))))
+        else:
+            super().__init__(ChosenPlaceOp(**values, choose=Chooser(op, ("size",))))
 
 
 def extended(head: Head, transform: LibraryOp) -> Head | None:
@@ -52,7 +126,7 @@ def extended(head: Head, transform: LibraryOp) -> Head | None:
 
     torchvision's own stand for themselves only after a crop or a resize, which scales to [0, 1].
     """
-    name = type(transform).__name__
+    name = title(transform)
     theirs = name_of(transform) is not None and bool(head.names)
     kornias = type(transform).__module__.startswith("kornia.augmentation.")
     if name == "Normalize" and (theirs or kornias):
@@ -76,10 +150,16 @@ def in_launch(
     name = type(op).__name__
     if name == "CenterCrop":
         return CenterCrop(op.size), ""
-    if name == "RandomCrop":
-        black = op.padding_mode == "constant" and op.fill in (0, None)
-        return RandomCrop(op) if black else None, ""
-    if not has(op, Is.CROPS) or how not in RESIZE_FILTERS:
+    if name in ("RandomCrop", "RandomZoomOut"):
+        if getattr(op, "padding_mode", "constant") != "constant":
+            return None, ""
+        try:
+            fill = _fill_of(op, is_float=is_float)
+        except KeyError:  # torchvision has no color for images, either
+            return None, ""
+        return RandomCrop(op, fill) if name == "RandomCrop" else RandomZoomOut(op, fill), ""
+    sampled = name in _SIZE_RULES and name_of(op) is not None
+    if not (sampled or has(op, Is.CROPS)) or how not in RESIZE_FILTERS:
         return None, ""
     note = "" if is_float else _UNROUNDED
     if "nearest" in how and is_tensor:
@@ -91,6 +171,8 @@ def in_launch(
         return None, ""
     elif how == "bicubic" and is_float:
         note = _CLIPPED
+    if sampled:
+        return RandomSize(op, how), note
     if name == "RandomResizedCrop":
         return RandomResizedCrop(op.size, op.scale, op.ratio, how), note
     size = op.size[0] if op.size and len(op.size) == 1 else op.size

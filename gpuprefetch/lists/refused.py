@@ -19,6 +19,7 @@ from gpuprefetch.policies.timm import from_timm, timm_class, why_not
 from gpuprefetch.transforms.head import Head, Transform
 
 _ARRAY = "is for one NumPy array in a worker"
+_ONE = "is for one image, and would sample once for all images of a batch"
 _PICTURE = "is for one PIL image in a worker"
 _SAMPLE = "is for one sample in its library's own form"
 _TENSOR = "is for one image (C, H, W), and would take the images of a batch for channels"
@@ -36,6 +37,7 @@ FOREIGN = {
     "detectron2.data": _SAMPLE,
     "imagecorruptions": _ARRAY,
     "imgaug": _ARRAY,
+    "lightly.transforms": _ONE,
     "mmaction.datasets": _SAMPLE,
     "mmcv.transforms": _SAMPLE,
     "mmdet.datasets": _SAMPLE,
@@ -54,8 +56,10 @@ _INSTEAD = (
     "224), K.RandomHorizontalFlip(), v2.ColorJitter(0.4)]."
 )
 # What calls an op for each image.
+_STACKED = "torch.stack([op(image) for image in images]).as_subclass(torch.Tensor)"
 _CALLS = {
-    _TENSOR: "torch.stack([op(image) for image in images]).as_subclass(torch.Tensor)",
+    _ONE: _STACKED,
+    _TENSOR: _STACKED,
     _VOLUME: "torch.stack([op(image[..., None])[..., 0] for image in images])",
 }
 _PER_IMAGE = "lambda images: torch.cat([op(image[None]) for image in images])"
@@ -101,8 +105,8 @@ def _refuse_mixing(op: LibraryOp) -> None:
 
 
 def is_foreign(op: LibraryOp) -> bool:
-    """Whether an op is of another library's, for anything but one tensor (C, H, W)."""
-    return any(what is not _TENSOR for _, what in _foreign(op))
+    """Whether an op is of another library's, and never takes one tensor (C, H, W)."""
+    return any(what not in (_ONE, _TENSOR) for _, what in _foreign(op))
 
 
 def _foreign(op: LibraryOp) -> Iterator[tuple[str, str]]:
@@ -213,7 +217,7 @@ def gives_size(transform: LibraryOp) -> bool:
 
 def require_fixed_size(head: Head, tail: Sequence[Transform]) -> None:
     """Raise a ValueError for fused transforms that do not give decoded images one size."""
-    if head.size is not None or head.keeps_size:
+    if head.gives_results:
         return
     names = ", ".join(head.names)
     stop = names or "an empty list"

@@ -1,4 +1,4 @@
-"""Which ops make RGB of a picture, and do nothing to one that is RGB already.
+"""Which ops do nothing to a picture that is RGB: they make RGB of it, or a picture.
 
 Pictures come from the decoder as RGB, so a list needs none of these. A function is known by its
 compiled code, which is one of the ways below to write it. It is never called to find out: what it
@@ -7,13 +7,14 @@ does to one picture says nothing of the next.
 
 from __future__ import annotations
 
-import dis
-import inspect
 from collections.abc import Sequence
 from enum import Enum
-from types import CodeType, FunctionType
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from gpuprefetch.lists.code import is_written_as
 from gpuprefetch.policies.known import name_of
 from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.policies.timm import is_timm
@@ -21,21 +22,30 @@ from gpuprefetch.policies.timm import is_timm
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# What an instruction does to what: a local variable counts by its number, not by its name.
-Code = tuple[tuple[str, object], ...]
-
 
 def makes_rgb(op: LibraryOp) -> bool:
     """Whether an op gives an RGB picture as it is, and whatever else as RGB.
 
-    These are ``v2.RGB``, timm's ``MaybeConvertMode``, and functions such as
-    ``lambda image: image.convert("RGB")``, alone or in a ``Lambda``.
+    These are ``v2.RGB``, timm's ``MaybeConvertMode``, classes that are called as open_clip's, and
+    functions such as ``lambda image: image.convert("RGB")``, alone or in a ``Lambda``.
     """
     if is_timm(op, "MaybeConvertMode"):
         return bool(op.mode == "RGB")
     if name_of(op) == "Lambda":
-        return _is_written_so(op.lambd)
-    return name_of(op) == "RGB" or _is_written_so(op)
+        return is_written_as(op.lambd, _WAYS)
+    if name_of(op) == "RGB" or is_written_as(op, _WAYS):
+        return True
+    kind = type(op)
+    reads = getattr(kind, "__getattribute__", None)
+    if hasattr(kind, "mode") or reads is not object.__getattribute__ or not callable(op):
+        return False
+    called = is_written_as(kind.__call__, [_converted_unless_array])
+    return called and getattr(op, "mode", None) == "RGB"
+
+
+def makes_picture(op: LibraryOp) -> bool:
+    """Whether an op makes an RGB picture of the pixels of one."""
+    return name_of(op) == "ToPILImage" and op.mode in (None, "RGB")
 
 
 class Modes(Enum):
@@ -73,22 +83,6 @@ def modes_for(pipeline: Sequence[LibraryOp]) -> Modes:
     return Modes.RGB
 
 
-def _is_written_so(function: LibraryOp) -> bool:
-    return isinstance(function, FunctionType) and _written(function.__code__) in _WAYS
-
-
-def _written(code: CodeType) -> Code | None:
-    """What a function of one picture does; None for one that has other arguments or a closure."""
-    others = code.co_kwonlyargcount or code.co_freevars
-    kinds = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS | inspect.CO_GENERATOR
-    if code.co_argcount != 1 or others or code.co_flags & (kinds | inspect.CO_COROUTINE):
-        return None
-    return tuple(
-        (each.opname, each.arg if each.opcode in dis.haslocal else each.argval)
-        for each in dis.get_instructions(code)
-    )
-
-
 def _converted(image: Image) -> Image:
     return image.convert("RGB")
 
@@ -122,15 +116,18 @@ def _returned_unless_it_is(image: Image) -> Image:
     return image
 
 
-_WAYS = {
-    _written(way.__code__)
-    for way in (
-        _converted,
-        _converted_by_name,
-        _assigned,
-        _unless_it_is,
-        _if_it_is,
-        _assigned_unless_it_is,
-        _returned_unless_it_is,
-    )
-}
+def _converted_unless_array(self: LibraryOp, image: LibraryOp) -> LibraryOp:
+    if isinstance(image, (np.ndarray, torch.Tensor)):
+        return image
+    return image.convert(self.mode)
+
+
+_WAYS = (
+    _converted,
+    _converted_by_name,
+    _assigned,
+    _unless_it_is,
+    _if_it_is,
+    _assigned_unless_it_is,
+    _returned_unless_it_is,
+)

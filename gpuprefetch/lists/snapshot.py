@@ -23,6 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpuprefetch.lists.chosen import base_of_chosen
+from gpuprefetch.lists.pil_ops import stand_for
 from gpuprefetch.policies.known import only_calls_transforms
 from gpuprefetch.policies.registry import LIBRARIES
 
@@ -145,7 +147,8 @@ def _library(op: object) -> str:
 
 def _is_read(op: object) -> bool:
     kind = type(op)
-    return _library(op) in LIBRARIES or kind in _CONTAINERS or only_calls_transforms(kind)
+    known = _library(op) in LIBRARIES or kind in _CONTAINERS or only_calls_transforms(kind)
+    return known or base_of_chosen(op) is not None or stand_for(op) is not None
 
 
 class _Same:

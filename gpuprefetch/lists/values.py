@@ -68,7 +68,9 @@ class ValueCheck:
             self._normalized(self._fused, *values)
 
     def reach(self, transform: LibraryOp, images: object) -> None:
-        """Look at images that a transform after the fused ones gets."""
+        """Look at images that a transform after the fused ones gets; the first one of a list."""
+        if isinstance(images, list) and images:
+            images = images[0][None]
         if id(transform) in self._seen or not isinstance(images, torch.Tensor):
             return
         self._seen.add(id(transform))

@@ -45,7 +45,7 @@ class Views:
             if not is_pipeline(each) or any(isinstance(op, Views) for op in flatten(each)):
                 raise TypeError(
                     f"Views takes a list of transforms for each view, got {type(each).__name__}: "
-                    "Views([RandomResizedCrop(224), ...], [RandomResizedCrop(96), ...])."
+                    f"{_lists_in(each)}"
                 )
         if len(lists) < 2:
             raise ValueError(
@@ -56,6 +56,14 @@ class Views:
 
     def __repr__(self) -> str:
         return f"Views({', '.join(map(repr, self.lists))})"
+
+
+def _lists_in(view: LibraryOp) -> str:
+    """What to write for a view that is no list, which may hold one."""
+    held = [*dict(_held(view, "view", 0))]
+    if held:
+        return f"give its pipeline, Views({held[0]}, ...) where view is that object."
+    return "Views([RandomResizedCrop(224), ...], [RandomResizedCrop(96), ...])."
 
 
 def is_pipeline(given: LibraryOp) -> bool:

@@ -25,15 +25,18 @@ import numpy as np
 import torch
 
 from gpuprefetch.core.report import Printed, columns
+from gpuprefetch.lists.chosen import base_of_chosen
 from gpuprefetch.lists.forms import Form, Values
 from gpuprefetch.lists.fused import (
     NEAREST_TIES,
+    ChosenCrop,
     as_float32,
     extended,
     in_kornia,
     in_launch,
     is_kornia,
 )
+from gpuprefetch.lists.pil_ops import Stand, stand_for
 from gpuprefetch.lists.processor import image_processor, list_of_processor
 from gpuprefetch.lists.refused import (
     gives_size,
@@ -42,7 +45,8 @@ from gpuprefetch.lists.refused import (
     refuse_once_a_batch,
     refuse_within_kornia,
 )
-from gpuprefetch.lists.rgb import makes_rgb
+from gpuprefetch.lists.rgb import makes_picture, makes_rgb
+from gpuprefetch.lists.to_tensor import in_torchvision
 from gpuprefetch.lists.views import Views, lines_for
 from gpuprefetch.policies.compile import COMPILERS, FILTERS, compiled
 from gpuprefetch.policies.each import Each
@@ -336,6 +340,12 @@ class _Walk:
 
     def take(self, transform: Transform) -> None:
         """Take one op of a list."""
+        parts = [*flatten(transform)]
+        whole = len(parts) == 1 and parts[0] is transform
+        if not whole and self._fuses_all_sizes(parts):
+            for part in parts:
+                self.take(part)
+            return
         if self.is_pipeline and self._stays_pipeline(transform):
             self.began_as_pipeline = True
             self.take_theirs(transform)
@@ -343,6 +353,29 @@ class _Walk:
         if self.is_pipeline:
             self._leave_pipeline(transform)
         self._take_as_written(transform)
+
+    def _fuses_all_sizes(self, parts: Sequence[LibraryOp]) -> bool:
+        """Whether the launch takes all of these ops that give images their sizes.
+
+        A Compose that makes images of one size of several sizes is otherwise left as it is.
+        """
+        if not self.is_pipeline or self.tail:
+            return False
+        head: Head | None = self.head
+        for op in map(from_timm, parts):
+            if self._is_rgb_for(op) or has(op, Is.CONVERTS | Is.DOES_NOTHING | Is.NORMALIZES):
+                continue
+            known = name_of(op) is not None
+            head = self._longer(head, twin(op)) if head is not None and known else None
+            if head is None and has(op, Is.CROPS | Is.ALONE):
+                return False
+        return True
+
+    def _longer(self, head: Head, op: LibraryOp) -> Head | None:
+        """The fused transforms with one more crop, resize or flip; None where that does not fit."""
+        stands, _ = self._in_launch(op)
+        fused = stands.op if isinstance(stands, FusedTransform) else stands
+        return None if fused is None else head.then(fused, title(op))
 
     def finish(self) -> Plan:
         if self.is_pipeline and self.began_as_pipeline:
@@ -394,12 +427,16 @@ class _Walk:
         return "it is no crop, resize, flip or Normalize"
 
     def _stays_pipeline(self, op: LibraryOp) -> bool:
-        if self._is_rgb_for(op):
+        if self._is_rgb_for(op) or self._begins_with(op):
             return True
-        op = from_timm(op)
+        op = in_torchvision(op)
         if name_of(op) is None:
-            return False
+            if self._stand_of(op) is not None:
+                return self.form.is_sized
+            return base_of_chosen(op) is not None and not self.form.is_sized
         if has(op, Is.CONVERTS) or _why_not_on_batch(twin(op)) is None:
+            return True
+        if not self.tail and self._longer(self.head, op) is not None:
             return True
         # Before the crop there is no other way, and what is said of it helps.
         return not self.form.is_sized and (name_of(op) in _AUGMENTS or has(op, Is.BATCHES))
@@ -421,18 +458,36 @@ class _Walk:
         """Whether an op makes RGB of images that are RGB: the launch leaves them so."""
         return self.decodes_to_rgb and not self.tail and makes_rgb(op)
 
+    def _begins_with(self, op: LibraryOp) -> bool:
+        """Whether an op makes pictures of decoded images, before anything else is done to them."""
+        return self.decodes_to_rgb and not (self.head.names or self.tail) and makes_picture(op)
+
+    def _stand_of(self, op: LibraryOp) -> Stand | None:
+        """What stands for an op of another library's, of images as they are here."""
+        stand = stand_for(op)
+        return stand if stand and (stand.takes_tensors or not self.form.is_tensor) else None
+
     def take_theirs(self, op: LibraryOp) -> None:
         """Take an op of a pipeline for PIL images or uint8 tensors."""
         if self._is_rgb_for(op):
             self._add(op, None, NOTHING, "images are RGB")
             return
-        op = from_timm(op)
+        if self._begins_with(op):
+            self._add(op, None, NOTHING, "images are decoded as pictures")
+            self.form = replace(self.form, is_picture=True)
+            return
+        op = in_torchvision(op)
         if is_on_device(op):
             raise UnsupportedTransformError(
                 f"{type(op).__name__} is not torchvision's, and runs on the device as it is. Leave "
                 "it out, and pass accelerate(loader, transforms=[it]), or DataPrefetcher(loader, "
                 "transforms=[*convert_transforms(pipeline), it])."
             )
+        if self._take_chosen(op):
+            return
+        if (stand := self._stand_of(op)) is not None:
+            self._take_on_batch(stand.op, source=op, differs=stand.note)
+            return
         if name_of(op) in (None, "Lambda"):
             self._take_own(op)
             return
@@ -445,6 +500,23 @@ class _Walk:
         elif not self._fuse(op):
             self._take_on_batch(op)
         self.form = self.form.after(op)
+
+    def _take_chosen(self, op: LibraryOp) -> bool:
+        """Whether an op is a crop that chooses by its own get_params, which the launch takes."""
+        base = base_of_chosen(op)
+        if base is None or self.tail:
+            return False
+        base = twin(base)
+        stands, note = self._in_launch(base)
+        if not isinstance(stands, FusedTransform):
+            return False
+        crop = ChosenCrop(op, stands.op)
+        name = title(op)
+        note = ", ".join(filter(None, [note, f"{name}.get_params chooses, in the workers"]))
+        joins = self._join(base, crop, self.head.then(crop.op, name), note)
+        if joins:
+            self.form = self.form.after(base)
+        return joins
 
     def _take_own(self, op: LibraryOp) -> None:
         """Take an op that no library knows: for each image, where images are tensors."""
@@ -474,7 +546,7 @@ class _Walk:
         if stands is None:
             return False
         if isinstance(stands, FusedTransform):
-            longer = self.head.then(stands.op, type(stands).__name__)
+            longer = self.head.then(stands.op, type(op).__name__)
             return self._join(op, stands, longer, note)
         return self._join(op, op, self.head.then(stands, type(op).__name__), note)
 
@@ -519,7 +591,7 @@ class _Walk:
             self.holds_float = True
         self.form = after
 
-    def _take_on_batch(self, op: LibraryOp, source: LibraryOp = None) -> None:
+    def _take_on_batch(self, op: LibraryOp, source: LibraryOp = None, differs: str = "") -> None:
         if has(op, Is.ALONE) and not self.form.is_sized:
             reason = "it gives images of different sizes, which no batch can hold"
             self._refuse(op, reason, "Take v2.RandomResizedCrop(224) in its place")
@@ -530,7 +602,7 @@ class _Walk:
         if has(op, Is.LEVELS) and self.form.is_float:
             self._refuse(op, "it takes uint8, and images are floating point", "Put it before that")
         self._hold(self.form.is_float)
-        note = ""
+        note = differs
         if not self.form.is_tensor and hasattr(op, "antialias"):
             op = copy.copy(op)
             op.antialias = True  # PIL always does
@@ -566,7 +638,7 @@ class _Walk:
             reason = "images are resized, padded or normalized already, and two are not one"
             self._refuse(op, reason, "Leave out what does so before it")
         takes = "the nearest pixel, or bilinear or bicubic filters with antialias"
-        self._refuse(op, f"the fused launch takes {takes}, and padding that is black")
+        self._refuse(op, f"the fused launch takes {takes}, and padding that is of one color")
 
     def _hold(self, floating: bool) -> None:
         """Bring our images to the kind that the pipeline has at this point."""

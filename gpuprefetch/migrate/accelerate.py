@@ -15,6 +15,7 @@ from typing import Any, Unpack
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from gpuprefetch.core.errors import text_of
 from gpuprefetch.core.loaders import changed
 from gpuprefetch.core.nested import Loader
 from gpuprefetch.core.ranks import rank
@@ -23,12 +24,13 @@ from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.images.handed import to_iterate
 from gpuprefetch.images.options import Keywords
 from gpuprefetch.lists.forms import fixes_size
-from gpuprefetch.lists.refused import gives_size
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors
 from gpuprefetch.migrate.dataset_view import stale, view_of, worker_part
 from gpuprefetch.migrate.folders import (
+    Folder,
+    chains_of,
     check_sample,
     encoded_view,
     folders_in,
@@ -37,11 +39,14 @@ from gpuprefetch.migrate.folders import (
     pipeline_of,
     refuse_under_way,
 )
+from gpuprefetch.migrate.stand_ins import TWO_WAYS
 from gpuprefetch.migrate.taken import opened
-from gpuprefetch.policies.known import UnsupportedTransformError, title
+from gpuprefetch.migrate.traced import Chain, LeftTraced, name_of_chain
+from gpuprefetch.policies.known import UnsupportedTransformError, flatten, title
 from gpuprefetch.policies.per_image import Cast, Transform
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.random import trial_draws
+from gpuprefetch.transforms.results import form_of
 
 
 def accelerate(
@@ -75,8 +80,8 @@ def accelerate(
         A prefetcher that gives the loader's batches, in its order and with its samples and
         targets. The images are transformed on the device, with other random parameters. Its
         ``dataset`` is the loader's, whose samples are decoded. A user's ``collate_fn`` (MixUp,
-        CutMix) runs on the device, on the transformed images, unless all transforms stay in the
-        workers.
+        CutMix) runs on the device, on the transformed images, which may have sizes of their own,
+        unless all transforms stay in the workers.
 
     Raises:
         TypeError: for a loader or dataset that is none of these. A sample whose image is changed
@@ -93,22 +98,22 @@ def accelerate(
     pipeline = pipeline_of(folders)
     refuse_under_way(loader)
     try:
-        view = encoded_view(loader.dataset, pipeline, folders)
-        plan = _plan_of(pipeline, takes_own=not keep_unknown)
-        split = _Split([], plan, is_whole=False)
-        if keep_unknown and loader.collate_fn is not default_collate:
-            _refuse_any_size(pipeline)
-        checked = check_sample(view, loader.dataset, encoded=True, needed=True)
+        traced = None if keep_unknown else _traced_of(loader.dataset, pipeline, folders)
+        lists = traced.lists() if traced else [pipeline]
+        view = encoded_view(loader.dataset, traced or pipeline, folders)
+        plans = [_plan_of(ops, takes_own=not keep_unknown) for ops in lists]
+        split = _Split([], plans, is_whole=False, traced=traced)
+        objects = traced.objects if traced else ()
+        checked = check_sample(view, loader.dataset, encoded=True, needed=True, objects=objects)
         split = replace(split, decoder=checked.decoder)
     except (UnsupportedTransformError, UndecodedError):
         if not keep_unknown:
             raise
         split = _split_late(pipeline, picture_of(loader.dataset))
-        device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
+        device_transforms = split.moves or _asks_for_transforms(prefetcher_options)
         view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
-        needed = bool(split.plan.transforms)
-        checked = check_sample(view, loader.dataset, encoded=False, needed=needed)
-    device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
+        checked = check_sample(view, loader.dataset, encoded=False, needed=split.moves)
+    device_transforms = split.moves or _asks_for_transforms(prefetcher_options)
     count = checked.images
     if not split.decodes_on_device and device_transforms and count > 1:
         raise TypeError(
@@ -140,10 +145,25 @@ def _plan_of(pipeline: list[Transform], *, takes_own: bool) -> Plan:
     return plan if first is None else replace(plan, steps=[*_kept_steps([first]), *plan.steps])
 
 
-def _refuse_any_size(pipeline: list[Transform]) -> None:
-    """Leave images that may have any sizes in the workers: a collate function may take these."""
-    if not any(map(gives_size, pipeline)):
-        raise UnsupportedTransformError("the pipeline does not give images one size.")
+def _traced_of(
+    dataset: Any, pipeline: list[Transform], folders: Sequence[Folder]
+) -> LeftTraced | None:
+    """What stands for a transform of several views; None for any other.
+
+    It expects in all samples what the transform does for the first one.
+    """
+    traced = LeftTraced.of_pipeline(pipeline)
+    if traced is None or not len(dataset):
+        return None
+    try:
+        return LeftTraced(traced.op, chains_of(dataset, traced, folders))
+    except Exception as error:  # the user's code: whatever it raises tells why it cannot move
+        try:
+            convert(traced.op, pictures=True)
+        except UnsupportedTransformError as refused:
+            why = text_of(error).replace(TWO_WAYS, "").strip()
+            raise UnsupportedTransformError(f"{refused} It cannot move as it is: {why}") from error
+        raise
 
 
 # --- Where the pipeline is split ---
@@ -160,13 +180,34 @@ class _Split:
     """
 
     kept: list[Transform]
-    plan: Plan  # of all ops; its transforms are for the device
+    plans: list[Plan]  # of all ops of each view; their transforms are for the device
     is_whole: bool  # whether the workers run the whole pipeline
+    traced: LeftTraced | None = None  # what calls the pipelines of several views
     decoder: str = ""  # who decodes in place of the prefetcher, in words; empty for files
+
+    @property
+    def moves(self) -> bool:
+        """Whether any transform runs on the device."""
+        return any(plan.transforms for plan in self.plans)
 
     @property
     def decodes_on_device(self) -> bool:
         return not self.kept
+
+    def tables(self, device: str) -> list[str]:
+        """A table for each view, and one for views with the same pipelines."""
+        chains = self.traced.expected if self.traced else None
+        if not chains:
+            return [plan.table(device) for plan in self.plans]
+        tables: dict[Chain, str] = {}
+        numbers: dict[Chain, list[str]] = {}
+        for number, (chain, plan) in enumerate(zip(chains, self.plans, strict=True), 1):
+            tables[chain] = plan.table(device)
+            numbers.setdefault(chain, []).append(str(number))
+        return [
+            f"  view {', '.join(numbers[chain])}: {name_of_chain(chain)}\n{table}"
+            for chain, table in tables.items()
+        ]
 
     def worker_transform(self, *, marked: bool) -> Transform:
         """What the workers run, if they do not leave files encoded."""
@@ -189,10 +230,10 @@ def _split_late(pipeline: list[Transform], picture: Any) -> _Split:
                     pipeline[count:], batched=image, pictures=given is not image, takes_own=False
                 )
                 steps = [*_kept_steps(pipeline[:count]), *rest.steps]
-                return _Split(pipeline[:count], replace(rest, steps=steps), is_whole=False)
+                return _Split(pipeline[:count], [replace(rest, steps=steps)], is_whole=False)
     with trial_draws():
         v2.PILToTensor()(v2.Compose(pipeline)(picture))  # raises here, and not in a worker
-    return _Split(pipeline, Plan(_kept_steps(pipeline)), is_whole=True)
+    return _Split(pipeline, [Plan(_kept_steps(pipeline))], is_whole=True)
 
 
 def _kept_steps(ops: Sequence[Transform]) -> list[Step]:
@@ -216,10 +257,14 @@ class Accelerated(DataPrefetcher):
     ) -> None:
         added = options.get("transforms")
         adds = _asks_for_transforms(options)
-        transforms = [*split.plan.transforms, *_listed(added)]
-        options = {**options, "transforms": transforms}
-        if not transforms or read_for_tensors(transforms).tail:
-            options = _with_cast(options, transforms)
+        lists = [[*plan.transforms, *_listed(added)] for plan in split.plans]
+        if any(not each or read_for_tensors(each).tail for each in lists):
+            options = _with_cast(options, lists)
+        options = {**options, "transforms": Views(*lists) if len(lists) > 1 else lists[0]}
+        # torch's collate function stacks images, a user's gets them one by one.
+        varies = split.decodes_on_device and any(plan.head.size is None for plan in split.plans)
+        if options.get("results") is None and varies:
+            options["results"] = form_of(own_sizes=late)
         self._late = late
         super().__init__(changed(loader, dataset=view), **options)
         running = [*split.kept, *self._running_ops()]
@@ -227,8 +272,13 @@ class Accelerated(DataPrefetcher):
 
     @property
     def plan(self) -> Plan:
-        """Where each op of the pipeline runs now."""
-        return self._moved.split.plan
+        """Where each op of the pipeline runs now; of several views, those of the first."""
+        return self.plans[0]
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Where each op runs now, for each view that the transform gives."""
+        return self._moved.split.plans
 
     @property
     def decodes_files(self) -> bool:
@@ -275,7 +325,7 @@ class Accelerated(DataPrefetcher):
         elif split.kept:
             last = title(split.kept[-1])
             lines.append(f"  not moved: decode and all up to {last} stay in the workers")
-        lines.append(self.plan.table(device))
+        lines += split.tables(device)
         if added := _listed(self._moved.added):
             lines.append(f"  after them: {', '.join(map(title, added))}")
         collate = WORKERS
@@ -315,15 +365,16 @@ def _listed(transforms: Any) -> list[Transform]:
     return [transforms] if transforms else []
 
 
-def _with_cast(options: Keywords, transforms: list[Transform]) -> Keywords:
-    """Options whose ``transforms`` end in the cast that ``dtype`` and ``memory_format`` ask for.
+def _with_cast(options: Keywords, lists: Sequence[list[Transform]]) -> Keywords:
+    """Options without ``dtype`` and ``memory_format``: each of the lists ends in that cast.
 
     Values must not be rounded to bfloat16 between the fused launch and the ops after it.
     """
     options = options.copy()
     cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
     if cast.dtype or cast.memory_format:
-        options["transforms"] = [*transforms, cast]
+        for each in lists:
+            each.append(cast)
     return options
 
 
@@ -366,7 +417,7 @@ class _Moved:
 
     def _values(self, name: str) -> list[object]:
         if name == "transform":
-            return [folder.transform for folder in self._folders]
+            return [_parts_of(folder.transform) for folder in self._folders]
         return [getattr(folder.dataset, name, None) for folder in self._folders]
 
     def refuse_changed(self, collate_fn: object) -> None:
@@ -381,3 +432,9 @@ class _Moved:
         for name, read in self._read.items():
             if any(map(Snapshot.differs, read, self._values(name))):
                 raise stale(f"dataset.{name}")
+
+
+def _parts_of(transform: Transform) -> object:
+    """A transform, with the pipelines that it holds if it gives several views: they are read."""
+    traced = LeftTraced.of_pipeline([*flatten(transform)])
+    return [transform, *traced.pipelines] if traced else transform

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MemberDescriptorType, SimpleNamespace
@@ -196,9 +196,19 @@ def _view(dataset: Dataset, instead: dict[str, Any], *, encoded: bool) -> Datase
     own = {**faces, **names, "__reduce_ex__": reduced}
     if encoded and _reads_as_folder(kind, instead):
         own["_reads_like"] = EncodedImageFolder.__getitem__  # see images/steady.py
+    return with_faces(dataset, own)
+
+
+def with_faces(thing: Any, faces: Mapping[str, object]) -> Any:
+    """An object that shares all state of ``thing``, of a class derived from its class.
+
+    ``faces`` are the attributes of that class, such as properties.
+    """
+    kind = type(thing)
     # Neither the metaclass of the user's class nor its __init_subclass__ hears of this class.
-    view: Any = object.__new__(type.__new__(type(kind), kind.__name__, (_Unheard, kind), own))
-    object.__setattr__(view, "__dict__", vars(dataset))
+    face = type.__new__(type(kind), kind.__name__, (_Unheard, kind), dict(faces))
+    view: Any = object.__new__(face)
+    object.__setattr__(view, "__dict__", vars(thing))
     return view
 
 

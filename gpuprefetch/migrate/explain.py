@@ -128,12 +128,15 @@ class _Refused:
 
 def _explain(view: View, decode: str = "", *, of_files: bool = True) -> str:
     head = view.head
-    sizes = "all of one size" if head.keeps_size else "sizes differ"
+    one_size = head.asks_for_sizes and not head.has_own_sizes
+    sizes = "all of one size" if one_size else "sizes differ"
     rows = [("decode", f"uint8 (3, H, W), {sizes}", decode)] if of_files else []
     if of_files and view.refused is not None:
         rows = [("encoded images", "", f"refused: {view.refused}")]
     images: object = "sizes as they came"  # or why there are none to try a transform on
-    if head.size is not None:
+    if head.has_own_sizes:
+        images = "N of (3, H, W), each of its own size"
+    elif head.size is not None:
         images = head.empty(2, "cpu").zero_()
     if head.names:
         what = "in 0 to 255" if head.dtype == torch.uint8 else "in [0, 1]"

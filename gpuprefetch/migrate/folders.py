@@ -30,6 +30,7 @@ from gpuprefetch.migrate.dataset_view import (
 )
 from gpuprefetch.migrate.stand_ins import AS_IT_IS, KEPT, TWO_WAYS, LeftEncoded, decodes
 from gpuprefetch.migrate.taken import Takes
+from gpuprefetch.migrate.traced import Chain, LeftTraced
 from gpuprefetch.policies.known import UnsupportedTransformError, flatten
 from gpuprefetch.policies.per_image import Transform
 from gpuprefetch.policies.timm import is_timm
@@ -67,7 +68,7 @@ def folders_of(loader: object) -> list[Folder]:
             "timm's FastCollateMixup rounds to uint8, for timm's own prefetcher. Leave that "
             "collate_fn out, and use timm.data.Mixup with the same arguments in the loop."
         )
-    if loader.batch_sampler is None:
+    if loader.batch_sampler is None and not isinstance(loader.dataset, IterableDataset):
         raise TypeError(
             "accelerate and parity take a DataLoader that makes batches. Give it a batch_size."
         )
@@ -198,11 +199,36 @@ def check_loaders(folders: Sequence[Folder]) -> None:
                 )
 
 
-def encoded_view(dataset: Any, pipeline: Sequence[Transform], folders: Sequence[Folder]) -> Any:
+def encoded_view(
+    dataset: Any, pipeline: Sequence[Transform] | LeftEncoded, folders: Sequence[Folder]
+) -> Any:
     """The view of a dataset whose files stay encoded, as ``pipeline`` runs on the device."""
     refuse_second_transforms(dataset)
     check_loaders(folders)
+    if isinstance(pipeline, LeftEncoded):
+        return view_of(dataset, pipeline)
     return view_of(dataset, LeftEncoded(Takes.of(pipeline)))
+
+
+def chains_of(dataset: Any, traced: LeftTraced, folders: Sequence[Folder]) -> list[Chain]:
+    """Which pipelines a transform of several views calls for the first sample.
+
+    Raises:
+        UndecodedError: if the transform does not show it.
+    """
+    view = encoded_view(dataset, traced, folders)
+    traced.refuse_unseen()
+    held = [each for part in [*datasets_in(dataset), *traced.objects] for each in _Held.by(part)]
+    try:
+        with trial_draws():
+            view[0]
+    finally:
+        end_reading()
+        for each in held:
+            each.restore()
+    if not traced.seen:
+        raise UndecodedError(f"{type(dataset).__name__}.__getitem__(0) calls no transform.")
+    return traced.seen[0]
 
 
 class _Caught(BaseException):
@@ -239,9 +265,9 @@ class _Held(NamedTuple):
     before: dict[Any, object] | list[object]
 
     @staticmethod
-    def by(dataset: Any) -> list[_Held]:
-        """The attributes of a dataset, and the dicts and lists among these."""
-        own: dict[str, object] = dataset.__dict__
+    def by(thing: Any) -> list[_Held]:
+        """The attributes of a dataset or a transform, and the dicts and lists among these."""
+        own: dict[str, object] = thing.__dict__
         values = [value for value in own.values() if isinstance(value, (dict, list))]
         return [_Held(each, copy.copy(each)) for each in [own, *values]]
 
@@ -272,18 +298,21 @@ class Checked:
     decoder: str = ""
 
 
-def check_sample(view: Any, dataset: Any, *, encoded: bool, needed: bool) -> Checked:
+def check_sample(
+    view: Any, dataset: Any, *, encoded: bool, needed: bool, objects: Sequence[object] = ()
+) -> Checked:
     """Read the first sample of a view, and refuse one that the device cannot take.
 
     Args:
         view: of the user's dataset.
         dataset: the user's, which a trial is to leave as it is.
+        objects: others that it is to leave so.
         encoded: whether the image must be encoded, as all transforms run on the device.
         needed: whether there must be an image, as some transform runs on the device.
     """
     if not len(view):
         return Checked()
-    held = [each for part in datasets_in(dataset) for each in _Held.by(part)]
+    held = [each for part in [*datasets_in(dataset), *objects] for each in _Held.by(part)]
     name = type(view).__name__
     try:
         with decodes as noted, _tried(view):

@@ -23,6 +23,8 @@ from gpuprefetch.migrate.folders import (
     pipeline_of,
 )
 from gpuprefetch.migrate.taken import opened
+from gpuprefetch.migrate.traced import LeftTraced
+from gpuprefetch.policies.known import title
 from gpuprefetch.policies.per_image import Cast, PerImage
 from gpuprefetch.policies.registry import Is, LibraryOp, has
 from gpuprefetch.prefetcher import DataPrefetcher
@@ -105,8 +107,8 @@ class ParityReport(Printed):
         height, width = self._worst[0].old.shape[1:]
         sheet = Image.new("RGB", (3 * width, LABEL + len(pairs) * (LABEL + height)), "white")
         draw = ImageDraw.Draw(sheet)
-        for column, title in enumerate(("torchvision", "gpuprefetch", f"{ENHANCED} x difference")):
-            draw.text((column * width + 2, 1), title, "black")
+        for column, name in enumerate(("torchvision", "gpuprefetch", f"{ENHANCED} x difference")):
+            draw.text((column * width + 2, 1), name, "black")
         for row, (pair, tiles) in enumerate(pairs):
             top = LABEL + row * (LABEL + height)
             label = f"{Path(pair.path).name}: mean {pair.mean:.2f}, max {pair.max:.0f} levels"
@@ -145,6 +147,12 @@ def parity(
     folders = folders_of(loader)
     pipeline = pipeline_of(folders)
     _, ops = opened(pipeline)
+    if (traced := LeftTraced.of_pipeline(pipeline)) is not None:
+        paths = [f"transform{path}" for path in traced.asides]
+        raise TypeError(
+            f"parity compares one pipeline, and {title(traced.op)} holds {', '.join(paths)}. Give "
+            f"it each in its turn: parity(DataLoader(ImageFolder(root, {paths[0]}), 64))."
+        )
     plan = convert(ops, pictures=True)
     view = encoded_view(loader.dataset, pipeline, folders)
     check_sample(view, loader.dataset, encoded=True, needed=True)
@@ -255,8 +263,8 @@ def _difference(old: _State, new: _State) -> tuple[float, float]:
     """The mean and the largest difference, in levels; a few rows of a large photo at a time."""
     if old is new:
         return 0.0, 0.0
-    one = _tensor(old.image).cpu()
-    other = _tensor(new.image).cpu()
+    one = torch.atleast_2d(_tensor(old.image).cpu())
+    other = torch.atleast_2d(_tensor(new.image).cpu())
     comparable = old.is_unscaled and new.is_unscaled and one.dtype == other.dtype
     if comparable and torch.equal(one, other):
         return 0.0, 0.0
@@ -334,9 +342,24 @@ def _with_parameters(op: LibraryOp, image: _Image, own: Sampling) -> _Image:
     from torchvision.transforms.v2 import functional as F
 
     name = type(op).__name__
-    parameters: dict[str, int] = {}
+    parameters: dict[str, object] = {}
+    height, width = own.length[0].astype(int).tolist()
     if name == "RandomCrop":
-        return F.crop(image, *own.origin[0].astype(int), *own.length[0].astype(int))
+        top, left = own.origin[0].astype(int).tolist()
+        old_height, old_width = F.get_size(image)
+        after = [max(left + width - old_width, 0), max(top + height - old_height, 0)]
+        padding = [max(-left, 0), max(-top, 0), *after]
+        parameters = {"needs_pad": any(padding), "padding": padding, "needs_crop": True}
+        parameters |= {"top": top + padding[1], "left": left + padding[0]}
+        return op.transform(image, parameters | {"height": height, "width": width})
+    if name == "RandomZoomOut":
+        top, left = (-own.origin[0]).astype(int).tolist()
+        old_height, old_width = F.get_size(image)
+        after = [width - left - old_width, height - top - old_height]
+        padding = [left, top, *after]
+        return op.transform(image, {"padding": padding}) if any(padding) else image
+    if name in ("RandomResize", "RandomShortestSize", "ScaleJitter"):
+        return op.transform(image, {"size": [height, width]})
     if "Flip" in name and not (own.step < 0).any():
         return image
     if name == "RandomResizedCrop":

@@ -24,7 +24,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import numpy as np
@@ -42,6 +42,7 @@ from gpuprefetch.images.guard import (
     faults,
     is_marked,
 )
+from gpuprefetch.images.places import ViewPlace
 from gpuprefetch.images.ppm import to_ppm
 from gpuprefetch.lists.rgb import Modes
 from gpuprefetch.migrate.taken import BY_HAND, Takes
@@ -59,6 +60,7 @@ TWO_WAYS = (
     "EncodedImage(Path(path).read_bytes(), index, path) and apply no transform, and write "
     f"{BY_HAND}"
 )
+IN_WORKERS = "let the workers decode and call it: accelerate(loader, keep_unknown=True)."
 NO_PICTURE = (
     "It takes PIL images. If it begins with ToPILImage(), it takes what that takes, and if it "
     "begins with ToTensor() or ToImage(), arrays (H, W, 3) of uint8. Let the dataset give tensors "
@@ -230,23 +232,14 @@ _OWN = frozenset({"_file", "_is_rgb", "_real", "touched"})
 # --- What its transform gave ---
 
 
-class Result(EncodedImage):
-    """What a transform gave for a picture, until the sample has left its dataset."""
+class Unusable(Encoded):
+    """What a transform would have given: nothing can be done to it but to pass it on."""
 
     __slots__ = ()
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # what isinstance() goes by
         return torch.Tensor
-
-    @staticmethod
-    def of(file: EncodedImage) -> Result:
-        result = Result(file.data, file.index, file.path)
-        if file._fault:
-            result._condemn(file._fault)
-        # Each call of a transform samples anew, so the images of a sample are sampled one by one.
-        result._set_apart()
-        return result
 
     @classmethod
     def __torch_function__(cls, *call: object, **named: object) -> NoReturn:
@@ -261,7 +254,7 @@ def _refuse_use(name: str) -> NoReturn:
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: Result, *others: object) -> NoReturn:
+    def refuse(self: Unusable, *others: object) -> NoReturn:
         _refuse_use(name)
 
     return refuse
@@ -270,7 +263,28 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 _OTHERS = "lt le gt ge neg pos abs invert len iter getitem setitem bool float int".split()
 for _name in [f"{kind}{op}" for op in _ARITHMETIC for kind in ("", "r", "i")] + _OTHERS:
-    setattr(Result, f"__{_name}__", _refusing(f"__{_name}__"))
+    setattr(Unusable, f"__{_name}__", _refusing(f"__{_name}__"))
+
+
+class Result(Unusable, EncodedImage):
+    """What a transform gave for a picture, until the sample has left its dataset."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(file: EncodedImage) -> Result:
+        result = Result(file.data, file.index, file.path)
+        if file._fault:
+            result._condemn(file._fault)
+        # Each call of a transform samples anew, so the images of a sample are sampled one by one.
+        result._set_apart()
+        return result
+
+
+class LaterView(Unusable, ViewPlace):
+    """A view that a transform gave beside its :class:`Result`, until the sample has left."""
+
+    __slots__ = ()
 
 
 class LeftEncoded:
@@ -283,20 +297,14 @@ class LeftEncoded:
     def __init__(self, takes: Takes) -> None:
         self.takes = takes
 
-    def __call__(self, *given: object, **named: object) -> EncodedImage:
-        if len(given) != 1 or named:
-            raise UndecodedError(
-                f"the transform is called with {len(given) + len(named)} arguments, and not with "
-                "one picture."
-            )
-        (picture,) = given
-        result = Result.of(self._image_of(picture))
-        _sample.note(result)
+    def __call__(self, *given: object, **named: object) -> object:
+        result = Result.of(self._image_of(only_argument(given, named)))
+        note_result(result)
         return result
 
     def _image_of(self, given: object) -> EncodedImage:
         """The file of a picture that nothing has touched, and else one of its pixels."""
-        if type(given) is Result:
+        if type(given) in (Result, LaterView):
             raise UndecodedError("the transform is called with what it has given already.")
         if isinstance(given, Encoded) and type(given) is not Picture:
             raise UndecodedError(
@@ -308,6 +316,12 @@ class LeftEncoded:
             return self._decoded(given.as_read(), given.name, given.use, given.path)
         return given.left_encoded(self.takes)
 
+    def stand_in_for(self, given: object) -> Picture:
+        """A picture that nothing has touched, of the pixels where what is given is no such one."""
+        if type(given) is Picture and not given.touched:
+            return given
+        return Picture(self._image_of(given), is_rgb=True)
+
     def _decoded(self, given: object, name: str, use: str, path: str = "") -> EncodedImage:
         """A file of the pixels of what the transform gets."""
         pixels = self.takes.pixels_of(given, name)
@@ -315,6 +329,16 @@ class LeftEncoded:
             raise UndecodedError(f"the transform gets a {_described(given)}. {NO_PICTURE}")
         decodes.add(use)
         return EncodedImage(to_ppm(pixels), _sample.index, path)
+
+
+def only_argument(given: Sequence[object], named: Mapping[str, object]) -> object:
+    """What a transform is called with, and nothing else."""
+    if len(given) != 1 or named:
+        raise UndecodedError(
+            f"the transform is called with {len(given) + len(named)} arguments, and not with "
+            "one picture."
+        )
+    return given[0]
 
 
 def _described(given: object) -> str:
@@ -334,13 +358,15 @@ class _Sample(threading.local):
 
     def __init__(self) -> None:
         self.pictures: list[Picture] = []
-        self.results: list[Result] | None = None  # None while no sample is read
+        self.results: list[Result | LaterView] | None = None  # None while no sample is read
         self.index = -1  # in its dataset; -1 where that is no integer
+        self.seed = 0  # torch's, when the sample was begun
 
     @contextlib.contextmanager
-    def begun(self, key: object) -> Iterator[list[Result]]:
+    def begun(self, key: object) -> Iterator[list[Result | LaterView]]:
         """Read the sample of a key in this block."""
-        self.results = results = list[Result]()
+        self.results = results = list[Result | LaterView]()
+        self.seed = torch.initial_seed()
         with contextlib.suppress(TypeError):
             self.index = operator.index(key)  # type: ignore[arg-type]
         try:
@@ -359,12 +385,30 @@ class _Sample(threading.local):
         if self.results is not None:
             self.pictures.append(picture)
 
-    def note(self, result: Result) -> None:
-        if self.results is not None:
-            self.results.append(result)
+    def note(self, result: Result | LaterView) -> None:
+        if self.results is None:
+            return
+        self.results.append(result)
+        if len(self.results) > 1 and torch.initial_seed() != self.seed:
+            raise UndecodedError(
+                "torch's seed is set between the images of a sample, so that they are sampled "
+                "alike. On the device each is sampled anew. Those that __getitem__ returns as "
+                "EncodedImage(Path(path).read_bytes(), index, path), without any transform, have "
+                f"the same random parameters: {BY_HAND} {AS_IT_IS}"
+            )
 
 
 _sample = _Sample()
+
+
+def note_result(result: Result | LaterView) -> None:
+    """Note what a transform gave: the sample has to hold it."""
+    _sample.note(result)
+
+
+def has_result() -> bool:
+    """Whether a transform has given something for this sample."""
+    return bool(_sample.results)
 
 
 # What each picture whose pixels are handed on shows of why: what was done with its file, or "".
@@ -393,12 +437,16 @@ def read_sample(get: Callable[[], Sample], who: str, key: object) -> Sample:
                     picture.become_real()
     for result in results:
         # The sample has it wherever the dataset has put it, so it stays the same object.
-        vars(object)["__class__"].__set__(result, EncodedImage)
+        left = ViewPlace if type(result) is LaterView else EncodedImage
+        vars(object)["__class__"].__set__(result, left)
     return sample
 
 
 def _shown(
-    get: Callable[[], Sample], who: str, messages: list[str], results: list[Result]
+    get: Callable[[], Sample],
+    who: str,
+    messages: list[str],
+    results: list[Result | LaterView],
 ) -> Sample:
     """A sample that shows what became of its pictures."""
     try:
@@ -429,10 +477,11 @@ _ALONE = _references([object()])[0]
 
 def _refusal(who: str, messages: list[str]) -> UndecodedError:
     message = f"{who}: {messages[0]}"
-    return UndecodedError(message if BY_HAND in message else f"{message} {TWO_WAYS}")
+    told = message.endswith(IN_WORKERS) or BY_HAND in message
+    return UndecodedError(message if told else f"{message} {TWO_WAYS}")
 
 
-def _fault_of(sample: Sample, made: list[Result]) -> str:
+def _fault_of(sample: Sample, made: list[Result | LaterView]) -> str:
     """Why a sample does not show what becomes of its pictures; empty if it does."""
     images = select(sample, is_marked)
     for image in images:
@@ -440,6 +489,11 @@ def _fault_of(sample: Sample, made: list[Result]) -> str:
             return "gave a picture that its transform did not get."
         if not any(image is result for result in made):
             return KEPT
+    if any(type(result) is LaterView for result in made):
+        if len(images) < len(made):
+            return "leaves out a view that its transform has made."
+        if len(images) > len(made):
+            return "gives a view in two places. Let the transform return it twice."
     if images:
         return ""
     if made:

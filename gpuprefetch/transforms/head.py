@@ -10,18 +10,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch.transforms.launch import coloring, resample
+from gpuprefetch.transforms.launch import coloring, resample, resample_each
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.reference import Ints
+from gpuprefetch.transforms.results import Pieces, Places, ResultForm
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
+    Fill,
     FlipOp,
     Floats,
     HeadOp,
+    RandomSizeOp,
     ResizedCropOp,
     ResizeOp,
     Sampling,
     Size,
+    Sizes,
+    ZoomOutOp,
 )
 
 # What a list of transforms holds: a module, a transform of a library, or a function of the user's.
@@ -52,7 +57,7 @@ def _filter(interpolation: Interpolation) -> str:
     return str(name)
 
 
-_RESIZES = (ResizedCropOp, ResizeOp)
+_RESIZES = (ResizedCropOp, ResizeOp, RandomSizeOp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,10 @@ class Head:
     """The fused part of a list; picklable, so that workers can sample its parameters."""
 
     ops: tuple[HeadOp, ...] = ()
-    size: Size | None = None  # None where the list does not fix it
-    # Whether the size is that of the images, which all have the same one. Those of each batch say.
-    keeps_size: bool = False
+    size: Sizes | None = None  # None where the list does not fix it
+    # What a batch becomes; None where decoded images are handed over as they are. Without a size
+    # the images of each batch say it.
+    form: ResultForm | None = None
     interpolation: str = "bilinear"
     antialias: bool = True
     mean: list[float] | None = None  # in [0, 1] units
@@ -79,13 +85,18 @@ class Head:
         if self.mean is not None and not isinstance(op, FlipOp):
             return None  # padding and blending come before the normalization they would change
         longer = replace(self, ops=(*self.ops, op), names=(*self.names, name))
+        if len({getattr(padding, "fill", None) for padding in longer._padding}) > 1:
+            return None  # the launch has one color for all
+        if isinstance(op, ZoomOutOp):
+            return replace(longer, size=None)
         if not isinstance(op, _RESIZES):
             return replace(longer, size=getattr(op, "size", self.size))
-        if any(isinstance(done, _RESIZES) or getattr(done, "pad", False) for done in self.ops):
+        if self._padding or any(isinstance(done, _RESIZES) for done in self.ops):
             return None  # two resamplings in a row are not one
+        size = getattr(op, "size", None)  # an int is that of one side
         return replace(
             longer,
-            size=op.size if isinstance(op.size, tuple) else None,
+            size=size if isinstance(size, tuple) else None,
             interpolation=op.interpolation.removesuffix("-exact"),  # which differs in the sampling
             antialias=op.antialias,
         )
@@ -96,19 +107,82 @@ class Head:
             return None
         return replace(self, mean=mean, std=std, names=(*self.names, "Normalize"))
 
-    def sized(self, size: Size) -> Self:
-        """For the images of one batch, whose results have this size."""
-        return replace(self, size=size) if self.keeps_size else self
+    @property
+    def asks_for_sizes(self) -> bool:
+        """Whether the images of each batch say which sizes the results have."""
+        return self.form is not None and (self.size is None or self.has_own_sizes)
+
+    @property
+    def gives_results(self) -> bool:
+        """Whether a launch makes anything of decoded images, which are handed over otherwise."""
+        return self.size is not None or self.form is not None
+
+    @property
+    def has_own_sizes(self) -> bool:
+        """Whether each result has a size of its own."""
+        return self.form is not None and self.form.has_own_sizes
+
+    @property
+    def varies_size(self) -> bool:
+        """Whether the sizes of results depend on those of the images, or on chance."""
+        sizing = (*_RESIZES, ZoomOutOp)
+        return self.size is None and any(isinstance(op, sizing) for op in self.ops)
+
+    def sized(self, size: Sizes) -> Self:
+        """For the images of one batch, whose results have this size, or these."""
+        return replace(self, size=size) if self.asks_for_sizes else self
+
+    @property
+    def places(self) -> Places | None:
+        """Where the results of a batch lie, if they have sizes of their own."""
+        if not self.has_own_sizes:
+            return None
+        assert isinstance(self.size, np.ndarray)
+        assert self.form is not None
+        return self.form.places(self.size, self.memory_format)
 
     def empty(self, count: int, device: torch.device | str) -> torch.Tensor:
-        """``(count, 3, H, W)``, not initialized, for what it makes of decoded images."""
+        """Memory for what it makes of ``count`` decoded images, not initialized.
+
+        ``(count, 3, H, W)``, or any for results of their own sizes: see :meth:`results`.
+        """
         assert self.size is not None
+        dtype = self.dtype or torch.float32
+        places = self.places
+        if places is not None:
+            return places.empty(dtype, device)
         return torch.empty(
             (count, 3, *self.size),
-            dtype=self.dtype or torch.float32,
+            dtype=dtype,
             device=device,
             memory_format=self.memory_format or torch.contiguous_format,
         )
+
+    def results(self, memory: torch.Tensor) -> torch.Tensor | Pieces:
+        """The results of a batch in such memory: itself, or N views ``(3, H_i, W_i)``."""
+        places = self.places
+        return memory if places is None else places.pieces(memory)
+
+    @property
+    def _padding(self) -> list[HeadOp]:
+        """The ops that may pad images."""
+        return [op for op in self.ops if getattr(op, "pad", False)]
+
+    @property
+    def _fill(self) -> Fill | None:
+        """What is in the padding; None for black, and 0 in masks."""
+        fills = [getattr(op, "fill", None) for op in self._padding]
+        return fills[0] if fills else None
+
+    @property
+    def fill(self) -> tuple[float, ...] | None:
+        """The levels of padding, one for each channel; None for black."""
+        return None if self._fill is None else self._fill.image
+
+    @property
+    def mask_fill(self) -> float | None:
+        """The value of the padding of masks; None where the color is none for them."""
+        return 0.0 if self._fill is None else self._fill.mask
 
     @property
     def colors(self) -> Ints:
@@ -159,6 +233,7 @@ class Head:
             antialias=self.antialias,
             mean=self.mean,
             std=self.std,
+            fill=self.fill,
             dtype=dtype,
             memory_format=memory_format,
             out=out,
@@ -166,14 +241,30 @@ class Head:
         )
 
     def resample_into(
-        self, out: torch.Tensor, positions: Ints, images: Sequence[torch.Tensor], rows: Floats
+        self,
+        out: torch.Tensor | Sequence[torch.Tensor],
+        positions: Ints,
+        images: Sequence[torch.Tensor],
+        rows: Floats,
     ) -> None:
-        """Carry the rows out on images ``(C, H_i, W_i)``, into the rows ``positions`` of ``out``.
+        """Carry the rows out on images ``(C, H_i, W_i)``, into results ``positions`` of a batch.
 
         For images 0 and 1 of a batch at rows 5 and 2 of it: ``positions`` is ``[5, 2]``.
         """
-        height, width = out.shape[2:]
-        self.resample(images, rows, (height, width), out=out, positions=positions)
+        if isinstance(out, torch.Tensor):
+            height, width = out.shape[2:]
+            self.resample(images, rows, (height, width), out=out, positions=positions)
+            return
+        resample_each(
+            images,
+            rows,
+            [out[position] for position in positions.tolist()],
+            interpolation=self.interpolation,
+            antialias=self.antialias,
+            mean=self.mean,
+            std=self.std,
+            fill=self.fill,
+        )
 
 
 class FusedTransform(torch.nn.Module):
@@ -309,11 +400,20 @@ def apply_head(
     A head without a size keeps that of the images. ``dtype`` is float32 by default for
     uint8, else that of the images.
     """
-    rows = head.draw([images.shape[-2:]] * len(images), keys)
-    size = head.size
-    if size is None:
-        one = head.sample([images.shape[-2:]], fold(0, [0]))
-        size = tuple(one.length[0].astype(int).tolist())
+    sampling = head.sample([images.shape[-2:]] * len(images), keys)
+    rows = sampling.rows()
+    if isinstance(head.size, tuple):
+        size = head.size
+    else:
+        one = sampling if len(images) else head.sample([images.shape[-2:]], fold(0, [0]))
+        if (one.length != one.length[0]).any():
+            raise ValueError(
+                f"{', '.join(head.names)} give each of {len(images)} images a size of its own, "
+                "which a batch (N, C, H, W) cannot hold. Let the dataset return EncodedImage, "
+                "whose results may be a list, or put v2.CenterCrop(224) after it."
+            )
+        height, width = one.length[0].astype(int).tolist()
+        size = (height, width)
     dtype = dtype or (images.dtype if images.is_floating_point() else torch.float32)
     if not len(images):
         return images.new_empty((0, images.shape[1], *size), dtype=dtype)

@@ -13,7 +13,12 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = tl = None
 
-from gpuprefetch.transforms.launch_table import COLOR_WORDS, IMAGE_WORDS, offset
+from gpuprefetch.transforms.launch_table import (
+    COLOR_WORDS,
+    IMAGE_WORDS,
+    OWN_IMAGE_WORDS,
+    offset,
+)
 
 HAS_TRITON = triton is not None
 # Kernels run on the CPU in Triton's interpreter alone.
@@ -23,6 +28,7 @@ if triton is not None:
     # Words of the launch table.
     _COLOR_WORDS = tl.constexpr(COLOR_WORDS)
     _IMAGE_WORDS = tl.constexpr(IMAGE_WORDS)
+    _MORE_WORDS = tl.constexpr(OWN_IMAGE_WORDS - IMAGE_WORDS)
     _ADDRESS = tl.constexpr(offset("address"))
     _STRIDE_C = tl.constexpr(offset("strides"))
     _STRIDE_Y = tl.constexpr(offset("strides") + 1)
@@ -33,16 +39,22 @@ if triton is not None:
     _FILTER_X = tl.constexpr(offset("filter_x"))
     _EDGES_Y = tl.constexpr(offset("edges_y"))
     _EDGES_X = tl.constexpr(offset("edges_x"))
+    _OUT_OFFSET = tl.constexpr(offset("out_offset"))
+    _OUT_STRIDES = tl.constexpr(offset("out_strides"))
+    _OUT_SIZE = tl.constexpr(offset("out_size"))
+    _TILES_BEFORE = tl.constexpr(offset("tiles_before"))
 
-    @triton.jit(do_not_specialize=["from_image", "layers"])
+    @triton.jit(do_not_specialize=["from_image", "images"])
     def resample_kernel(
         address, table, from_image, out_ptr, stride_n, stride_c, stride_y, stride_x,
-        height, width, survived, layers,
+        height, width, survived, images,
+        OWN_SIZES: tl.constexpr,  # 1: each image has the size and the place that the table says
         STRIDE_X: tl.constexpr,
         CANARY: tl.constexpr,  # 0: there are none
         CHANNELS: tl.constexpr, SOURCE: tl.constexpr, BICUBIC: tl.constexpr,
         TIE: tl.constexpr,  # 0: no pixel is taken alone
         CLAMP: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr,
+        FILL: tl.constexpr,  # of three channels, in the units of the source
         ROWS: tl.constexpr, COLS: tl.constexpr, STRIPS: tl.constexpr,
     ):  # fmt: skip
         ints_ptr = table.to(tl.pointer_type(tl.int64))
@@ -50,14 +62,15 @@ if triton is not None:
         # Three channels share their weights. Where the channels do not divide by three, the last
         # group repeats one, and writes the same values twice.
         GROUPS: tl.constexpr = (CHANNELS + 2) // 3
+        WORDS: tl.constexpr = _IMAGE_WORDS + OWN_SIZES * _MORE_WORDS
         if CANARY > 0:
             # In separate programs: within the others it would cost registers of each of them.
-            beyond = tl.program_id(2) - layers
+            beyond = tl.program_id(2) - (GROUPS if OWN_SIZES else images * GROUPS)
             if beyond >= 0:
                 image = beyond * tl.num_programs(1) + tl.program_id(1)
                 image = image * tl.num_programs(0) + tl.program_id(0)
-                if image < layers // GROUPS:
-                    ints_ptr += _COLOR_WORDS * CHANNELS + (from_image + image) * _IMAGE_WORDS
+                if image < images:
+                    ints_ptr += _COLOR_WORDS * CHANNELS + (from_image + image) * WORDS
                     _find_canary(address, ints_ptr, survived, CANARY)
                 return
         c0 = tl.program_id(2) % GROUPS * 3
@@ -65,8 +78,12 @@ if triton is not None:
         scales = [tl.load(floats_ptr + c).to(tl.float32) for c in channels]
         shifts = [tl.load(floats_ptr + CHANNELS + c).to(tl.float32) for c in channels]
 
-        image = from_image + tl.program_id(2) // GROUPS
-        word = _COLOR_WORDS * CHANNELS + image * _IMAGE_WORDS
+        if OWN_SIZES:
+            first_ptr = ints_ptr + _COLOR_WORDS * CHANNELS + from_image * WORDS + _TILES_BEFORE
+            image = from_image + _image_of(first_ptr, tl.program_id(0), images, WORDS)
+        else:
+            image = from_image + tl.program_id(2) // GROUPS
+        word = _COLOR_WORDS * CHANNELS + image * WORDS
         ints_ptr += word
         floats_ptr += word
         source_ptr = (address + tl.load(ints_ptr + _ADDRESS)).to(tl.pointer_type(SOURCE))
@@ -75,7 +92,19 @@ if triton is not None:
         source_stride_x = tl.load(ints_ptr + _STRIDE_X)
         if STRIDE_X > 0:
             source_stride_x = STRIDE_X
-        out_ptr += tl.load(ints_ptr + _ROW) * stride_n
+        if OWN_SIZES:
+            out_ptr += tl.load(ints_ptr + _OUT_OFFSET)
+            stride_c = tl.load(ints_ptr + _OUT_STRIDES)
+            stride_y = tl.load(ints_ptr + _OUT_STRIDES + 1)
+            stride_x = tl.load(ints_ptr + _OUT_STRIDES + 2)
+            height = tl.load(ints_ptr + _OUT_SIZE).to(tl.int32)
+            width = tl.load(ints_ptr + _OUT_SIZE + 1).to(tl.int32)
+            tile = tl.program_id(0) - tl.load(ints_ptr + _TILES_BEFORE).to(tl.int32)
+            across = (width + COLS - 1) // COLS
+            tile_x = tile % across
+            tile_y = tile // across
+        else:
+            out_ptr += tl.load(ints_ptr + _ROW) * stride_n
         taps_x = tl.load(ints_ptr + _TAPS_X).to(tl.int32)
 
         # Coordinates stay float64 until they are relative to a tap: float32 alone would be off by
@@ -83,7 +112,7 @@ if triton is not None:
         # where all that have weight are: no load needs a mask, and no tap a check.
         origin, step, radius, squeeze = _load4(floats_ptr + _FILTER_X, tl.float64)
         lo, hi, first, last = _load4(ints_ptr + _EDGES_X, tl.int32)
-        left = tl.program_id(0) * COLS
+        left = (tile_x if OWN_SIZES else tl.program_id(0)) * COLS
         cols = left + tl.arange(0, COLS)[None, :]
         center = origin + step * clamp(cols, first, last - 1)
         if TIE > 0:
@@ -103,7 +132,7 @@ if triton is not None:
         origin, step, radius, squeeze = _load4(floats_ptr + _FILTER_Y, tl.float64)
         lo, hi, first, last = _load4(ints_ptr + _EDGES_Y, tl.int32)
         flat = tl.arange(0, ROWS * COLS)
-        start = tl.program_id(1) * ROWS * STRIPS
+        start = (tile_y if OWN_SIZES else tl.program_id(1)) * ROWS * STRIPS
         bottom = tl.minimum(start + ROWS * STRIPS, height)
         while start < bottom:
             rows = start + tl.arange(0, ROWS)[:, None]
@@ -144,7 +173,9 @@ if triton is not None:
             norm = 1.0 / (weight_y * weight_x)
             inside = (rows >= first) & (rows < last) & inside_x
             colors = [
-                _finish_color(colors[i] * norm, inside, scales[i], shifts[i], CLAMP, PADDED, ROUND)
+                _finish_color(
+                    colors[i] * norm, inside, scales[i], shifts[i], FILL[i], CLAMP, PADDED, ROUND
+                )
                 for i in (0, 1, 2)
             ]
             # Stored as a vector: of a tile Triton 3.6 would give the lanes of a warp to rows.
@@ -159,11 +190,24 @@ if triton is not None:
             start += ROWS
 
     @triton.jit(do_not_specialize=["from_image"])
-    def canary_kernel(address, table, from_image, CANARY: tl.constexpr):
-        word = _COLOR_WORDS * 3 + (from_image + tl.program_id(0)) * _IMAGE_WORDS
+    def canary_kernel(address, table, from_image, OWN_SIZES: tl.constexpr, CANARY: tl.constexpr):
+        WORDS: tl.constexpr = _IMAGE_WORDS + OWN_SIZES * _MORE_WORDS
+        word = _COLOR_WORDS * 3 + (from_image + tl.program_id(0)) * WORDS
         ints_ptr = table.to(tl.pointer_type(tl.int64)) + word
         corners, colors, mask = _corners(address, ints_ptr, CANARY)
         tl.store(corners, colors, mask)
+
+    @triton.jit
+    def _image_of(first_ptr, tile, images, WORDS: tl.constexpr):
+        """Search for the image of a program: the last one whose own programs begin at or before."""
+        low = tile * 0
+        beyond = low + images
+        while beyond - low > 1:
+            middle = (low + beyond) // 2
+            begins = tl.load(first_ptr + middle * WORDS) <= tile
+            low = tl.where(begins, middle, low)
+            beyond = tl.where(begins, beyond, middle)
+        return low
 
     @triton.jit
     def _find_canary(address, ints_ptr, survived, CANARY: tl.constexpr):
@@ -227,12 +271,13 @@ if triton is not None:
 
     @triton.jit
     def _finish_color(
-        value, inside, scale, shift, CLAMP: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr
-    ):
+        value, inside, scale, shift,
+        FILL: tl.constexpr, CLAMP: tl.constexpr, PADDED: tl.constexpr, ROUND: tl.constexpr,
+    ):  # fmt: skip
         if CLAMP:
             value = clamp(value, 0.0, 255.0)
         if PADDED:
-            value = tl.where(inside, value, 0.0)
+            value = tl.where(inside, value, FILL)
         value = value * scale + shift
         if ROUND:
             value = tl.floor(clamp(value, 0.0, 255.0) + 0.5)

@@ -1,7 +1,7 @@
 """One launch for a batch of images of different sizes: its table, its grid, and its constants."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 import numpy as np
@@ -12,6 +12,7 @@ from gpuprefetch.transforms import kernel
 from gpuprefetch.transforms.launch_table import (
     COLOR_WORDS,
     IMAGE,
+    OWN_IMAGE,
     WORD_BYTES,
     Words,
     table_words,
@@ -19,14 +20,20 @@ from gpuprefetch.transforms.launch_table import (
 from gpuprefetch.transforms.reference import (
     SUPPORT,
     TIE,
+    Coloring,
     Doubles,
     Ints,
     Numbers,
     Options,
+    Request,
+    carry_out,
     check,
+    check_each,
     check_rows,
     resample_reference,
 )
+from gpuprefetch.transforms.results import Places
+from gpuprefetch.transforms.sampling import Sizes
 
 # A program makes STRIPS strips of ROWS x COLS output pixels. A strip sums its source rows, filtered
 # along x, into all of its output rows: taller strips filter fewer rows twice but weigh more of them
@@ -75,10 +82,36 @@ def resample(
     """
     out = options.get("out")
     dtype = options.get("dtype") if out is None else out.dtype
-    fused = kernel.HAS_TRITON and len(images) > 0 and images[0].is_cuda
-    if fused and dtype != torch.float64:  # the kernel computes in float32
+    if _is_fused(images, dtype):
         return resample_triton(images, sampling, size, **options)
     return resample_reference(images, sampling, size, **options)
+
+
+def resample_each(
+    images: Sequence[torch.Tensor],
+    sampling: torch.Tensor | Doubles,
+    outs: Sequence[torch.Tensor],
+    **coloring: Unpack[Coloring],
+) -> None:
+    """Resample images into results of their own sizes, as :func:`resample` does.
+
+    Args:
+        images: N ``(C, H_i, W_i)``.
+        sampling: ``(N, 2, 6)``.
+        outs: N ``(C, h_i, w_i)`` of one dtype, on the device of ``images``, with any strides.
+        **coloring: see :class:`.reference.Coloring`.
+    """
+    request = check_each(images, sampling, outs, np.arange(len(images)), **coloring)
+    if _is_fused(images, outs[0].dtype):
+        launch_apart(images, request)
+    else:
+        carry_out(images, request)
+
+
+def _is_fused(images: Sequence[torch.Tensor], dtype: torch.dtype | None) -> bool:
+    """Whether the kernel runs, which computes in float32."""
+    on_gpu = kernel.HAS_TRITON and len(images) > 0 and images[0].is_cuda
+    return on_gpu and dtype != torch.float64
 
 
 def resample_triton(
@@ -88,25 +121,59 @@ def resample_triton(
     **options: Unpack[Options],
 ) -> torch.Tensor:
     """Run the kernel, on CUDA tensors or, in Triton's interpreter, on CPU tensors."""
-    request = check(images, sampling, size, **options)
+    request, out = check(images, sampling, size, **options)
+    launch_apart(images, request)
+    return out
+
+
+def launch_apart(images: Sequence[torch.Tensor], request: Request) -> None:
+    """Run the kernel on images that lie anywhere, whose table nobody has made yet."""
     out = request.out
     words = _plan(request.strides, request.rows, request.interpolation, request.antialias)
+    if not isinstance(out, torch.Tensor):
+        words = with_places(words, _places_of(out))
     start = int(request.addresses.min()) & ~15  # Triton compiles another kernel for an odd one
-    table = arrange(words, request.positions, request.addresses - start, [len(words)], size)
-    colors = coloring(out.size(1), images[0].dtype, out.dtype, request.mean, request.std)
+    size = out[0].shape[1:]
+    table = arrange(
+        words, request.positions, request.addresses - start, [len(words)], (size[0], size[1])
+    )
+    first = out[0]
+    colors = coloring(len(first), images[0].dtype, first.dtype, request.mean, request.std)
     numbers = Launches.numbers(table, colors)
-    numbers = (numbers.pin_memory() if out.is_cuda else numbers).to(out.device, non_blocking=True)
-    with torch.cuda.device_of(out):
-        launches = Launches(table, out, images[0].dtype, request.interpolation)
+    numbers = numbers.pin_memory() if first.is_cuda else numbers
+    numbers = numbers.to(first.device, non_blocking=True)
+    with torch.cuda.device_of(first):
+        launches = Launches(table, out, images[0].dtype, request.interpolation, request.fill)
         launches.launch(0, start, numbers.data_ptr())
-    return out
+
+
+def _places_of(results: Sequence[torch.Tensor]) -> Places:
+    """Where results lie, from the first one on."""
+    addresses = np.array([result.data_ptr() for result in results], np.int64)
+    return Places(
+        sizes=np.array([result.shape[1:] for result in results], np.int64),
+        offsets=(addresses - addresses[0]) // results[0].itemsize,
+        strides=np.array([result.stride() for result in results], np.int64),
+        shape=(),
+    )
+
+
+def with_places(words: Words, places: Places) -> Words:
+    """The words of images whose results have places of their own."""
+    own = np.zeros(len(words), OWN_IMAGE)
+    for name in words.dtype.names or ():
+        own[name] = words[name]
+    own["out_offset"] = places.offsets
+    own["out_strides"] = places.strides
+    own["out_size"] = places.sizes
+    return own
 
 
 def plan_rows(
     sampling: Doubles,
     sizes: Ints,
     transposed: npt.NDArray[np.bool_],
-    size: tuple[int, int],
+    size: Sizes,
     interpolation: str,
     antialias: bool,
 ) -> Words:
@@ -138,6 +205,8 @@ class Table:
     firsts: list[int]  # where the images of each launch begin, and where the last ones end
     steps: list[int]  # the stride along x that the images of each launch share; 0 for none
     padded: bool  # whether any image leaves a part of the result to padding
+    # Of each launch, the programs for a group of channels; empty where results have one size.
+    tiles: list[int] = field(default_factory=list)
 
     def without_words(self) -> "Table":
         """The same, where the words lie in a batch's buffer."""
@@ -146,18 +215,17 @@ class Table:
 
 def by_place(words: Words, count: int) -> Words:
     """The words of each of ``count`` rows of the result, zeros where there is no image."""
-    placed = np.zeros(count, IMAGE)
+    placed = np.zeros(count, words.dtype)
     placed[words["row"]] = words
     return placed
 
 
-def arrange(
-    words: Words, places: Ints, offsets: Ints, counts: Sequence[int], size: tuple[int, int]
-) -> Table:
+def arrange(words: Words, places: Ints, offsets: Ints, counts: Sequence[int], size: Sizes) -> Table:
     """Lay out launches of ``counts`` images each; in a worker, it spares the process that trains.
 
     ``places`` are the rows of the result that images go to, ``offsets`` their bytes from where
-    those of their launch will lie.
+    those of their launch will lie. Words that have sizes of their own are told which programs are
+    for which image, and ``size`` is not read.
     """
     # The longest programs of a launch start first.
     order = np.lexsort((-words["taps_x"], np.repeat(np.arange(len(counts)), counts)))
@@ -170,11 +238,25 @@ def arrange(
         # The kernel is made for planes, and for RGB pixels: that saves address arithmetic.
         known = stride[0] in (1, 3) and (stride == stride[0]).all()
         steps.append(int(stride[0]) if known else 0)
+    own_sizes = words.dtype == OWN_IMAGE
+    lengths = words["out_size"].T if own_sizes else size
     padded = False
-    for edges, length in zip((words["edges_y"], words["edges_x"]), size, strict=True):
+    for edges, length in zip((words["edges_y"], words["edges_x"]), lengths, strict=True):
         _, _, first, last = edges.T
         padded |= bool((first > 0).any() or (last < length).any())
-    return Table(words, firsts, steps, padded)
+    tiles = []
+    if own_sizes:
+        for part in np.split(words, firsts[1:-1]):  # views
+            across, down = _tiles(*part["out_size"].T)
+            ends = np.cumsum(across * down)
+            part["tiles_before"] = ends - across * down
+            tiles.append(int(ends[-1]))
+    return Table(words, firsts, steps, padded, tiles)
+
+
+def _tiles(height: int | Ints, width: int | Ints) -> tuple[int | Ints, int | Ints]:
+    """How many programs make a picture, across and down."""
+    return -(-width // COLS), -(-height // (ROWS * STRIPS))
 
 
 def coloring(
@@ -202,34 +284,43 @@ class Launches:
         return torch.from_numpy(words.view(np.uint8))
 
     @staticmethod
-    def words(numbers: torch.Tensor, channels: int) -> Words:
+    def words(numbers: torch.Tensor, channels: int, *, own_sizes: bool = False) -> Words:
         """The images in such a table."""
-        words: Words = numbers.numpy()[WORD_BYTES * COLOR_WORDS * channels :].view(IMAGE)
+        kind = OWN_IMAGE if own_sizes else IMAGE
+        words: Words = numbers.numpy()[WORD_BYTES * COLOR_WORDS * channels :].view(kind)
         return words
 
     @staticmethod
-    def room(count: int, channels: int) -> int:
+    def room(count: int, channels: int, *, own_sizes: bool = False) -> int:
         """The bytes of the table of ``count`` images."""
-        return WORD_BYTES * table_words(count, channels)
+        return WORD_BYTES * table_words(count, channels, own_sizes=own_sizes)
 
     def __init__(
-        self, table: Table, out: torch.Tensor, source: torch.dtype, interpolation: str
+        self,
+        table: Table,
+        out: torch.Tensor | Sequence[torch.Tensor],
+        source: torch.dtype,
+        interpolation: str,
+        fill: Sequence[float] | None = None,
     ) -> None:
         self._firsts = table.firsts
         self._steps = table.steps
-        self._out = out
-        channels, height, width = out.shape[1:]
-        # Programs for a picture.
-        self._tiles = -(-width // COLS), -(-height // (ROWS * STRIPS)), -(-channels // 3)
+        self._tiles = table.tiles
+        # Results of their own sizes lie where the table says, from the first one on.
+        self._out = out if isinstance(out, torch.Tensor) else out[:1]
+        channels = out.size(1) if isinstance(out, torch.Tensor) else len(out[0])
+        self._groups = -(-channels // 3)
         bicubic = interpolation == "bicubic"
         self._constants = {
+            "OWN_SIZES": int(bool(table.tiles)),
             "CHANNELS": channels,
             "SOURCE": getattr(kernel.tl, str(source).removeprefix("torch.")),
             "BICUBIC": bicubic,
             "TIE": 0.5 + TIE if interpolation == "nearest" else 0.0,
             "CLAMP": bicubic and source == torch.uint8,
             "PADDED": table.padded,
-            "ROUND": out.dtype == torch.uint8,
+            "ROUND": (out if isinstance(out, torch.Tensor) else out[0]).dtype == torch.uint8,
+            "FILL": (0.0, 0.0, 0.0) if fill is None else tuple(map(float, fill)),
             "ROWS": ROWS,
             "COLS": COLS,
             "STRIPS": STRIPS,
@@ -238,7 +329,14 @@ class Launches:
     def set_canaries(self, number: int, address: int, numbers: int) -> None:
         """Color the corners of what :meth:`launch` will read of each image, ``(H, W, 3)`` uint8."""
         first, last = self._firsts[number : number + 2]
-        kernel.canary_kernel[(last - first,)](address, numbers, first, CANARY=CANARY, num_warps=1)
+        kernel.canary_kernel[(last - first,)](
+            address,
+            numbers,
+            first,
+            OWN_SIZES=self._constants["OWN_SIZES"],
+            CANARY=CANARY,
+            num_warps=1,
+        )
 
     def launch(self, number: int, address: int, numbers: int, survived: int = 0) -> None:
         """Resample the images of a launch on the current stream and the current device.
@@ -247,20 +345,30 @@ class Launches:
         that of a byte for each row of the result: an image that still has a canary sets it to 1.
         """
         first, last = self._firsts[number : number + 2]
-        across, down, groups = self._tiles
-        layers = (last - first) * groups
-        checks = -(-(last - first) // (across * down)) if survived else 0
-        height, width = self._out.shape[2:]
+        images = last - first
+        strides: Sequence[int] = (0, 0, 0, 0)  # which the table has
+        size: Sequence[int] = (0, 0)
+        if isinstance(self._out, torch.Tensor):
+            out = self._out
+            strides = out.stride()
+            size = out.shape[2:]
+            across, down = _tiles(*size)
+            layers = images * self._groups
+        else:
+            (out,) = self._out
+            across = self._tiles[number]
+            down = 1
+            layers = self._groups
+        checks = -(-images // (across * down)) if survived else 0
         kernel.resample_kernel[across, down, layers + checks](
             address,
             numbers,
             first,
-            self._out,
-            *self._out.stride(),
-            height,
-            width,
+            out,
+            *strides,
+            *size,
             survived,
-            layers,
+            images,
             STRIDE_X=self._steps[number],
             CANARY=CANARY if survived else 0,
             **self._constants,

@@ -5,6 +5,7 @@ OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter
 """
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import get_worker_info
 
 from gpuprefetch.core.errors import scope
 
@@ -143,3 +145,25 @@ def trial_draws() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def owns_generators() -> bool:
+    """Whether nobody else takes numbers from NumPy's and Python's generators meanwhile.
+
+    All threads of a process share these. A worker process of a DataLoader has one thread that reads
+    samples; in the loop's process the training thread may sample at any moment.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and get_worker_info() is not None
+
+
+@scope
+def seeded_everywhere(seed: int) -> Iterator[None]:
+    """Take the random numbers of torch, NumPy and Python from ``seed``, and restore all three.
+
+    For a thread that :func:`owns_generators`.
+    """
+    with trial_draws(), SeededDraws(seed):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
+from gpuprefetch.transforms.sampling import Sizes
+
 Doubles = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Numbers = list[float] | None
@@ -29,8 +31,8 @@ TIE = 1e-6
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class Options(TypedDict, total=False):
-    """How :func:`.launch.resample` samples, and what it makes."""
+class Coloring(TypedDict, total=False):
+    """How images are sampled, and the values of the result."""
 
     # "nearest" (the pixel at the center, without antialias), "bilinear" (the default), or "bicubic"
     # as in PIL: a = -0.5, and uint8 sources are clamped to their range along x, then along y
@@ -38,9 +40,16 @@ class Options(TypedDict, total=False):
     interpolation: str
     # Widens the filter to |step| where an image shrinks, as PIL does: the default.
     antialias: bool
-    # C values in [0, 1] units; padding is 0 before them.
+    # C values in [0, 1] units; padding has its values before them.
     mean: ChannelValues
     std: ChannelValues
+    # C values of the padding, in the units of the source; 0 by default.
+    fill: ChannelValues
+
+
+class Options(Coloring, total=False):
+    """The same, and what :func:`.launch.resample` makes."""
+
     # The form of the result, float32 by default; uint8 means 0 to 255, rounded.
     dtype: torch.dtype
     memory_format: torch.memory_format
@@ -57,12 +66,13 @@ class Request:
     addresses: Ints  # (N,)
     strides: Ints  # (N, 3), between channels, rows and pixels
     rows: Doubles  # (N, 2, 6)
-    out: torch.Tensor
+    out: torch.Tensor | Sequence[torch.Tensor]  # (M, C, H, W), or M results (C, H_i, W_i)
     positions: Ints  # (N,), the rows of out that images go to
     interpolation: str
     antialias: bool
     mean: Numbers
     std: Numbers
+    fill: Numbers
 
 
 def resample_reference(
@@ -72,19 +82,27 @@ def resample_reference(
     **options: Unpack[Options],
 ) -> torch.Tensor:
     """Eager twin of :func:`.launch.resample`; in float64 where the result is, else in float32."""
-    request = check(images, sampling, size, **options)
-    out = request.out
-    compute = torch.float64 if out.dtype == torch.float64 else torch.float32
+    request, out = check(images, sampling, size, **options)
+    carry_out(images, request)
+    return out
+
+
+def carry_out(images: Sequence[torch.Tensor], request: Request) -> None:
+    """Write the results of images: what defines them."""
+    first = request.out[0]
+    compute = torch.float64 if first.dtype == torch.float64 else torch.float32
     mean, std = (
-        None if c is None else torch.tensor(c, dtype=compute, device=out.device)[:, None, None]
+        None if c is None else torch.tensor(c, dtype=compute, device=first.device)[:, None, None]
         for c in (request.mean, request.std)
     )
     levels = 255 if images[0].dtype == torch.uint8 else 1
     clamp = request.interpolation == "bicubic" and levels == 255
-    finished = (request.rows == finished_row(tuple(size))).all((1, 2))
     for n, (image, position) in enumerate(zip(images, request.positions.tolist(), strict=True)):
-        if finished[n]:  # in planes: loops over the channels of a pixel need three times as long
-            box = image[:, : size[0], : size[1]]
+        out = request.out[position]
+        height, width = out.shape[1:]
+        # In planes: loops over the channels of a pixel need three times as long.
+        if (request.rows[n] == finished_row((height, width))).all():
+            box = image[:, :height, :width]
             values = box.to(compute, memory_format=torch.contiguous_format, copy=True)
         else:
             values = _resampled(image, request, n, compute, clamp)
@@ -98,8 +116,7 @@ def resample_reference(
             values.sub_(mean)
         if std is not None:
             values.div_(std)
-        out[position] = values
-    return out
+        out.copy_(values)
 
 
 class _Taps(NamedTuple):
@@ -115,7 +132,7 @@ def _resampled(
 ) -> torch.Tensor:
     """Image ``n`` filtered along x, then along y, with zeros where the result is padding."""
     row_y, row_x = request.rows[n].tolist()
-    height, width = request.out.shape[2:]
+    height, width = request.out[int(request.positions[n])].shape[1:]
     y = _taps(row_y, height, request.interpolation, request.antialias)
     x = _taps(row_x, width, request.interpolation, request.antialias)
     top = y.pixels.min()
@@ -127,7 +144,12 @@ def _resampled(
     values = _filter_rows(values.transpose(1, 2), y.pixels - top, y.weights)
     if not (y.inside.all() and x.inside.all()):
         padding = torch.from_numpy(~(y.inside[:, None] & x.inside))
-        values.masked_fill_(padding.to(image.device), 0)
+        padding = padding.to(image.device)
+        if request.fill is None:
+            values.masked_fill_(padding, 0)
+        else:
+            for channel, value in zip(values, request.fill, strict=True):
+                channel.masked_fill_(padding, value)
     return values
 
 
@@ -183,6 +205,7 @@ def resample_uint8(
     *,
     interpolation: str = "bilinear",
     antialias: bool = True,
+    fill: Sequence[float] | None = None,
 ) -> torch.Tensor:
     """Resample one ``(C, H, W)`` uint8 image on the CPU to its finished picture, in a worker.
 
@@ -201,10 +224,11 @@ def resample_uint8(
             size,
             interpolation=interpolation,
             antialias=antialias,
+            fill=fill,
             dtype=torch.uint8,
         )[0]
     resized = _resized(image, rows, (vertical.length, horizontal.length), interpolation, antialias)
-    return _placed(resized, rows, vertical, horizontal, size)
+    return _placed(resized, rows, vertical, horizontal, size, fill)
 
 
 def _resized(
@@ -228,6 +252,7 @@ def _placed(
     vertical: _Window,
     horizontal: _Window,
     size: tuple[int, int],
+    fill: Sequence[float] | None,
 ) -> torch.Tensor:
     """The part of a resized box that the rows want, flipped, with padding around it."""
     (y0, y1), (x0, x1) = rows[:, 4:].astype(int).tolist()
@@ -236,8 +261,14 @@ def _placed(
     picture = resized[:, y : y + y1 - y0, x : x + x1 - x0]
     if flipped := [dim for dim, window in ((1, vertical), (2, horizontal)) if window.flipped]:
         picture = picture.flip(flipped)
-    if picture.shape[1:] != size:
+    if picture.shape[1:] != size and fill is None:
         picture = F.pad(picture, (x0, size[1] - x1, y0, size[0] - y1))
+    elif picture.shape[1:] != size:
+        levels = [math.floor(value + 0.5) for value in fill or ()]
+        color = torch.tensor(levels, dtype=torch.uint8)[:, None, None]
+        whole = color.expand(-1, *size).contiguous()
+        whole[:, y0:y1, x0:x1] = picture
+        picture = whole
     return picture
 
 
@@ -274,16 +305,39 @@ def check(
     sampling: torch.Tensor | Doubles,
     size: tuple[int, int],
     *,
-    interpolation: str = "bilinear",
-    antialias: bool = True,
-    mean: ChannelValues = None,
-    std: ChannelValues = None,
     dtype: torch.dtype = torch.float32,
     memory_format: torch.memory_format = torch.contiguous_format,
     out: torch.Tensor | None = None,
     positions: Sequence[int] | Ints | None = None,
-) -> Request:
+    **coloring: Unpack[Coloring],
+) -> tuple[Request, torch.Tensor]:
     """Check the arguments of :func:`.launch.resample`, and make its result if there is none."""
+    channels = len(images[0])
+    if out is None:
+        out = torch.empty(
+            (len(images), channels, *size),
+            dtype=dtype,
+            device=images[0].device,
+            memory_format=memory_format,
+        )
+    assert out.shape[1:] == (channels, *size)
+    places = np.arange(len(images)) if positions is None else np.asarray(positions, np.int64)
+    return check_each(images, sampling, out, places, **coloring), out
+
+
+def check_each(
+    images: Sequence[torch.Tensor],
+    sampling: torch.Tensor | Doubles,
+    out: torch.Tensor | Sequence[torch.Tensor],
+    places: Ints,
+    *,
+    interpolation: str = "bilinear",
+    antialias: bool = True,
+    mean: ChannelValues = None,
+    std: ChannelValues = None,
+    fill: ChannelValues = None,
+) -> Request:
+    """Check images that are to be resampled into the results ``places`` ``(N,)`` of ``out``."""
     ((kind, ndim, channels, device),) = {(t.dtype, t.dim(), len(t), t.device) for t in images}
     if ndim != 3 or kind not in (torch.uint8, *FLOAT_DTYPES):
         raise ValueError(
@@ -294,36 +348,39 @@ def check(
     rows = np.asarray(sampling, np.float64)
     assert rows.shape == (len(images), 2, 6)
     assert interpolation in SUPPORT
-    check_rows(rows, np.array([image.shape[1:] for image in images], np.int64), size)
-    if out is None:
-        shape = (len(images), channels, *size)
-        out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
-    assert out.shape[1:] == (channels, *size)
-    assert out.device == device
-    places = np.arange(len(images)) if positions is None else np.asarray(positions, np.int64)
     assert len(places) == len(images)
     assert 0 <= places.min() <= places.max() < len(out)
+    results = [out[place] for place in places.tolist()]
+    ((made, on),) = {(result.dtype, result.device) for result in results}
+    assert on == device
+    assert all(len(result) == channels for result in results)
+    sizes = np.array([result.shape[1:] for result in results], np.int64)
+    check_rows(rows, np.array([image.shape[1:] for image in images], np.int64), sizes)
     means = per_channel("mean", mean, channels)
     stds = per_channel("std", std, channels)
-    assert out.dtype in FLOAT_DTYPES or (out.dtype == torch.uint8 and means is stds is None)
-    return Request(addresses, strides, rows, out, places, interpolation, antialias, means, stds)
+    assert made in FLOAT_DTYPES or (made == torch.uint8 and means is stds is None)
+    fills = per_channel("fill", fill, channels)
+    return Request(
+        addresses, strides, rows, out, places, interpolation, antialias, means, stds, fills
+    )
 
 
-def check_rows(rows: Doubles, sizes: Ints, size: tuple[int, int]) -> None:
-    """Refuse sampling that would read outside of images of `sizes`."""
+def check_rows(rows: Doubles, sizes: Ints, size: Sizes) -> None:
+    """Refuse sampling that would read outside of images of `sizes`, for results of `size`."""
+    results = np.broadcast_to(size, (len(rows), 2))
     origin, step, lo, hi, first, last = np.moveaxis(rows, 2, 0)
     low, high = np.sort([origin + step * first, origin + step * (last - 1)], axis=0)
     # A resize has its outermost centers up to half a pixel outside of the box; further out there
     # may be no pixel to weigh. Where first == last all is padding, wherever the centers are.
     fits = (first == last) | ((low >= lo - 0.501) & (high <= hi - 0.499))
     fits &= (0 <= lo) & (lo < hi) & (hi <= sizes)
-    fits &= (0 <= first) & (first <= last) & (last <= size)
+    fits &= (0 <= first) & (first <= last) & (last <= results)
     fits &= (rows[..., 2:] == np.floor(rows[..., 2:])).all(-1)
     if not fits.all():
         i, axis = np.argwhere(~fits)[0]
         raise ValueError(
             f"sampling[{i}, {axis}] = {rows[i, axis].tolist()} does not fit a source of "
-            f"{sizes[i, axis]} and a result of {size[axis]} pixels"
+            f"{sizes[i, axis]} and a result of {results[i, axis]} pixels"
         )
 
 

@@ -5,16 +5,31 @@ them composes into one map, and one resampling launch carries it out.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from gpuprefetch.transforms.random import Keys, fold, uniform
+from gpuprefetch.transforms.random import Keys, derive, fold, uniform
 
 Size = tuple[int, int]
+Box = tuple[int, int, int, int]  # top, left, height, width
 Floats = npt.NDArray[np.float64]
+# (height, width) of all images of a batch, or (N, 2) of each.
+Sizes = Size | npt.NDArray[np.int64]
+
+
+def areas(sizes: Sizes, count: int) -> npt.NDArray[np.int64]:
+    """``(count,)``, the pixels of each image."""
+    return np.broadcast_to(np.prod(np.asarray(sizes, np.int64), axis=-1), count)
+
+
+def size_at(sizes: Sizes, position: int) -> Size:
+    """(height, width) of one image."""
+    height, width = sizes[position].tolist() if isinstance(sizes, np.ndarray) else sizes
+    return height, width
 
 
 @dataclass(slots=True)
@@ -110,6 +125,19 @@ class Sampling:
         return np.stack([self.origin, self.step, self.low, self.high, self.first, self.last], -1)
 
 
+class OneSampling(NamedTuple):
+    """How one image is sampled: its row, ``(2, 6)``, and the (height, width) of its result."""
+
+    row: Floats
+    size: Size
+
+
+def each_of(sampling: Sampling) -> list[OneSampling]:
+    """The sampling of each image."""
+    sizes = [(height, width) for height, width in sampling.length.astype(np.int64).tolist()]
+    return [OneSampling(row, size) for row, size in zip(sampling.rows(), sizes, strict=True)]
+
+
 class HeadOp(Protocol):
     """One of the fused crops, resizes and flips; picklable, as the workers sample its parameters.
 
@@ -176,10 +204,36 @@ class ResizedCropOp:
         return start, box
 
 
-def _scaled(length: Floats, one: Floats, to: float) -> Floats:
+# Chooses a part: of a seed, and of the height and width of a picture.
+Choose = Callable[[int, int, int], Box]
+
+
+def _whole(seed: int, height: int, width: int) -> Box:
+    return 0, 0, height, width
+
+
+def _chosen(choose: Choose, length: Floats, keys: Keys) -> tuple[Floats, Floats]:
+    """First pixel and size of what ``choose`` takes of pictures of this size, ``(N, 2)`` each."""
+    boxes = np.zeros((len(keys), 4))
+    for row, (key, size) in enumerate(zip(keys, length.astype(int).tolist(), strict=True)):
+        boxes[row] = choose(derive(key, 0), *size)
+    return boxes[:, :2], boxes[:, 2:]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPartOp(ResizedCropOp):
+    """A part that the user's own code chooses, brought to ``size``."""
+
+    choose: Choose = _whole
+
+    def _part(self, length: Floats, keys: Keys) -> tuple[Floats, Floats]:
+        return _chosen(self.choose, length, keys)
+
+
+def _scaled(length: Floats, one: Floats, to: float | Floats) -> Floats:
     """Sizes with the side ``one`` of ``length`` brought to ``to``, and the other after it."""
     # Truncated, not rounded, as torchvision and kornia do.
-    return np.where(length == one, float(to), np.floor(to * length / one))
+    return np.where(length == one, np.float64(to), np.floor(to * length / one))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +261,74 @@ class ResizeOp:
         )
 
 
+class SizeRule(Protocol):
+    """How the size of a result comes from the size of the image, and from a number."""
+
+    def __call__(self, length: Floats, u: Floats) -> Floats:
+        """``(N, 2)`` sizes of images of ``length`` ``(N, 2)``; ``u`` ``(N, 1)`` is in [0, 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShorterSide:
+    """The shorter side is one of the integers from ``low`` up to ``high``, which is not taken."""
+
+    low: int
+    high: int
+
+    def __call__(self, length: Floats, u: Floats) -> Floats:
+        to = self.low + np.floor(u * (self.high - self.low))
+        return _scaled(length, length.min(axis=1, keepdims=True), to)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortestSize:
+    """The shorter side is one of ``sizes``, or less where the longer one would exceed a limit."""
+
+    sizes: tuple[int, ...]
+    max_size: int | None
+
+    def __call__(self, length: Floats, u: Floats) -> Floats:
+        to = np.array(self.sizes, np.float64)[np.floor(u * len(self.sizes)).astype(np.int64)]
+        ratio = to / length.min(axis=1, keepdims=True)
+        if self.max_size is not None:
+            ratio = np.minimum(ratio, self.max_size / length.max(axis=1, keepdims=True))
+        size: Floats = np.floor(length * ratio)
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class JitteredScale:
+    """The image fits into ``size``, and is scaled by a number of a range then.
+
+    torchvision compares the height with the width of ``size``, which this does, too. It computes in
+    float32, and so it is here: sizes are truncated, and would differ by a pixel.
+    """
+
+    size: Size
+    scale: tuple[float, float]  # low, high
+
+    def __call__(self, length: Floats, u: Floats) -> Floats:
+        low, high = self.scale
+        scale = np.float32(low) + u.astype(np.float32) * np.float32(high - low)
+        fits = (np.array(self.size[::-1]) / length).min(axis=1, keepdims=True)
+        sizes: Floats = np.floor(length.astype(np.float32) * (fits.astype(np.float32) * scale))
+        return sizes.astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomSizeOp:
+    """The whole image, brought to a size that is sampled for it."""
+
+    rule: SizeRule
+    interpolation: str = "bilinear"
+    antialias: bool = True
+
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
+        # A side of a long picture would have no pixel.
+        size = np.maximum(self.rule(sampling.length, uniform(keys, 1)), 1)
+        return sampling.clip().resize(size, first_pixel=self.interpolation == "nearest")
+
+
 @dataclass(frozen=True, slots=True)
 class CenterCropOp:
     """The middle of the image."""
@@ -226,6 +348,13 @@ class CenterCropOp:
         return sampling.crop(np.where(room >= 0, offset, -np.floor(-room / 2)), size)
 
 
+class Fill(NamedTuple):
+    """What is in the padding."""
+
+    image: tuple[float, ...]  # a level of each channel, 0 to 255
+    mask: float | None  # None for a color, which no mask has
+
+
 @dataclass(frozen=True, slots=True)
 class RandomCropOp:
     """A random place of ``size`` pixels, at the scale of the image."""
@@ -235,6 +364,7 @@ class RandomCropOp:
     before: Size = (0, 0)  # padding above, left
     after: Size = (0, 0)
     pad_if_needed: bool = False
+    fill: Fill | None = None  # None for black, and 0 in masks
 
     def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
         size, before = (np.full_like(sampling.length, pair) for pair in (self.size, self.before))
@@ -245,12 +375,55 @@ class RandomCropOp:
         _refuse_small(sampling, room, self.size, "RandomCrop")
         if like is not None:
             _refuse_unlike(sampling, like, self.size)
+        return sampling.crop(self._start(room, size, keys) - before, size)
+
+    def _start(self, room: Floats, size: Floats, keys: Keys) -> Floats:
+        """The first pixel of each image's part: ``room`` is what the part leaves of the image."""
         u = _sampled(keys, 2, self.same_on_batch)
-        return sampling.crop(np.floor(u * (room + 1)) - before, size)
+        return np.floor(u * (room + 1))
 
     @property
     def pad(self) -> bool:
         return self.pad_if_needed or any(self.before + self.after)
+
+
+@dataclass(frozen=True, slots=True)
+class ZoomOutOp:
+    """The image somewhere on a larger canvas, with probability ``p``."""
+
+    side: tuple[float, float]  # low, high: of the canvas, in sides of the image
+    p: float
+    fill: Fill | None = None  # None for black, and 0 in masks
+    pad: bool = True
+
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
+        # In float32, as torchvision computes: sizes and places are truncated.
+        u = uniform(keys, 4).astype(np.float32)
+        low, high = self.side
+        length = sampling.length
+        ratio = np.float32(low) + u[:, :1] * np.float32(high - low)
+        size = np.floor(length.astype(np.float32) * ratio).astype(np.float64)
+        size = np.where(u[:, 3:] < self.p, size, length)
+        room = (size - length).astype(np.float32)
+        before = np.floor(room * u[:, 2:0:-1]).astype(np.float64)  # the left first
+        return sampling.crop(-before, size)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPlaceOp(RandomCropOp):
+    """A place of ``size`` pixels that the user's own code chooses."""
+
+    choose: Choose = _whole  # of a padded picture
+
+    def _start(self, room: Floats, size: Floats, keys: Keys) -> Floats:
+        start, box = _chosen(self.choose, room + size, keys)
+        if (box != size).any():
+            other = box[(box != size).any(axis=1)][0].astype(int)
+            raise ValueError(
+                f"get_params of a RandomCrop{self.size} gave a part of {other[0]} x {other[1]} "
+                "pixels. Let it give one of that size, or derive it from RandomResizedCrop."
+            )
+        return start
 
 
 def _refuse_small(sampling: Sampling, room: Floats, size: Size, name: str) -> None:

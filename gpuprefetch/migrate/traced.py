@@ -1,0 +1,424 @@
+"""A transform of the user's that gives several views: its pipelines stand aside in every sample.
+
+The code of such a class may do anything, so it runs as it is, for each sample in its worker, with a
+stand-in for the picture. Only the pipelines that it holds are others: each notes what it was called
+with, and gives a token. What the class returns must be these tokens, untouched::
+
+    def __call__(self, picture):          picture            a stand-in
+        weak = self.weak(picture)         a token            weak
+        strong = self.strong(picture)     a token            strong
+        return (self.norm(weak),          a token            weak, norm    -> the image
+                self.norm(strong),        a token            strong, norm  -> ViewPlace(1)
+                self.mask())              what it gives      the same
+
+All samples must have the chains of the first one. These become the lists of ``Views``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any, NoReturn
+
+import torch
+
+from gpuprefetch.core.nested import Leaf, Sample, map_leaves, select
+from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.images.guard import STANDS_ASIDE, UndecodedError, is_marked
+from gpuprefetch.lists.forms import Form
+from gpuprefetch.lists.rgb import Modes
+from gpuprefetch.lists.to_tensor import in_torchvision
+from gpuprefetch.lists.views import is_pipeline
+from gpuprefetch.migrate.dataset_view import stale, with_faces
+from gpuprefetch.migrate.stand_ins import (
+    IN_WORKERS,
+    LaterView,
+    LeftEncoded,
+    Picture,
+    Result,
+    Unusable,
+    has_result,
+    note_result,
+    only_argument,
+)
+from gpuprefetch.migrate.taken import Takes
+from gpuprefetch.migrate.unseen import unseen_in
+from gpuprefetch.policies.known import flatten, name_of, title, torchvision_class
+from gpuprefetch.policies.registry import LibraryOp
+from gpuprefetch.policies.timm import from_timm, timm_class
+
+Chain = tuple[str, ...]  # the pipelines of a view, by where the transform holds them
+_DEEPEST = 4  # of objects within objects
+_MOST = 64  # entries of a list that are looked at
+_PLAIN = (bool, int, float, str, Enum)  # what an attribute of a pipeline may be read as
+
+_SAME = (
+    "accelerate moves a transform of several views that calls the same pipelines in the same order "
+    "for every picture. Put a choice between them into a pipeline, v2.RandomChoice([...]), or "
+    + IN_WORKERS
+)
+_ONE_BRANCH = (
+    "what {path} gave is used for two views, which on the device would not have its random "
+    "parameters in common. Let each view call its own pipeline on the picture, or " + IN_WORKERS
+)
+
+
+# --- A sample ---
+
+
+class Token(Unusable):
+    """What a pipeline gave while the transform is called; another pipeline may take it.
+
+    Args:
+        number: of the call.
+        is_tensor: whether the pipeline would have given a tensor, and not a picture.
+    """
+
+    __slots__ = ("is_tensor", "number")
+
+    def __init__(self, number: int, *, is_tensor: bool) -> None:
+        self.number = number
+        self.is_tensor = is_tensor
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance() goes by
+        from PIL import Image
+
+        return torch.Tensor if self.is_tensor else Image.Image
+
+
+@dataclass(slots=True)
+class _Trace:
+    """The calls of one transform's pipelines for one picture."""
+
+    tokens: list[Token] = field(default_factory=list)
+    chains: list[Chain] = field(default_factory=list)  # of each token
+    used: set[int] = field(default_factory=set)  # the tokens that were passed on
+    file: EncodedImage | None = None
+
+    def call(self, pipeline: Aside, given: object) -> Token:
+        before: Chain = ()
+        is_tensor = False
+        if type(given) is Token:
+            before = self._passed_on(given)
+            is_tensor = given.is_tensor
+        elif type(given) is Picture:
+            self._read(given, pipeline)
+        else:
+            raise UndecodedError(
+                f"{pipeline.path} of the transform gets a picture that was changed before. {_SAME}"
+            )
+        token = Token(len(self.tokens), is_tensor=pipeline.gives_tensors(is_tensor))
+        self.tokens.append(token)
+        self.chains.append((*before, pipeline.path))
+        return token
+
+    def _read(self, picture: Picture, pipeline: Aside) -> None:
+        if picture.touched:
+            raise UndecodedError(
+                f"{picture.name} is changed, or its pixels are read, before {pipeline.path} of the "
+                f"transform gets it: by .{picture.touched}. {_SAME}"
+            )
+        file = picture.left_encoded(pipeline.takes)
+        if self.file is not None and file is not self.file:
+            raise UndecodedError("the pipelines of its transform are called with two pictures.")
+        self.file = file
+
+    def require_own(self, token: Token) -> None:
+        """Refuse a token of an earlier picture, which the transform has kept."""
+        if token.number >= len(self.tokens) or token is not self.tokens[token.number]:
+            raise UndecodedError("the transform uses what it has made of an earlier picture.")
+
+    def _passed_on(self, token: Token) -> Chain:
+        self.require_own(token)
+        chain = self.chains[token.number]
+        if token.number in self.used:
+            raise UndecodedError(_ONE_BRANCH.format(path=chain[-1]))
+        self.used.add(token.number)
+        return chain
+
+
+class _Running(threading.local):
+    """The trace of the transform that this thread calls."""
+
+    def __init__(self) -> None:
+        self.trace: _Trace | None = None
+
+    def __enter__(self) -> _Trace:
+        self.trace = trace = _Trace()
+        return trace
+
+    def __exit__(self, *error: object) -> None:
+        self.trace = None
+
+
+_running = _Running()
+
+
+# --- The pipelines ---
+
+
+class Aside:
+    """Stands for a pipeline that runs on the device.
+
+    Args:
+        pipeline: the user's.
+        path: where the transform holds it, as ``.transforms[0]``.
+    """
+
+    def __init__(self, pipeline: LibraryOp, path: str) -> None:
+        self.pipeline = pipeline
+        self.path = path
+        self._ops = [*flatten(pipeline)]
+        self.takes = Takes.of(self._ops)
+        self._is_made = True
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # what isinstance() goes by
+        return type(self.pipeline)
+
+    def __call__(self, *given: object, **named: object) -> object:
+        from PIL import Image
+
+        def is_picture(leaf: object) -> bool:
+            return is_marked(leaf) or isinstance(leaf, Image.Image)
+
+        if not select([given, named], is_picture):
+            return self.pipeline(*given, **named)  # with something else than a picture
+        if _running.trace is None:
+            raise UndecodedError(
+                f"{self.path} of the transform is called in another thread, or after the transform."
+            )
+        values = [*given, *named.values()]
+        if len(values) != 1:
+            raise UndecodedError(
+                f"{self.path} of the transform is called with {len(values)} arguments, and not "
+                "with one picture."
+            )
+        return _running.trace.call(self, values[0])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = getattr(self.pipeline, name)
+        values = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(each, _PLAIN) or each is None for each in values):
+            raise UndecodedError(
+                f"the transform uses .{name} of {self.path}, which it may change or call. {_SAME}"
+            )
+        return value
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "_is_made" in vars(self):
+            raise UndecodedError(
+                f"the transform sets .{name} of {self.path} for a picture. {_SAME}"
+            )
+        super().__setattr__(name, value)
+
+    def gives_tensors(self, given: bool) -> bool:
+        """Whether it gives tensors, of tensors or of pictures."""
+        form = Form(is_picture=True, is_tensor=given)
+        for op in self._ops:
+            form = form.after(in_torchvision(op))
+        return form.is_tensor
+
+
+def _stands_aside(value: LibraryOp) -> bool:
+    if isinstance(value, (list, tuple, torch.nn.ModuleList, type)) or not callable(value):
+        return False
+    return name_of(from_timm(value)) is not None or is_pipeline(value)
+
+
+@dataclass(slots=True)
+class _Faces:
+    """Finds what stands aside in an object: its pipelines, and objects that hold pipelines."""
+
+    asides: dict[str, Aside] = field(default_factory=dict)
+    objects: list[object] = field(default_factory=list)
+    _known: dict[int, object] = field(default_factory=dict)  # each object has one face
+
+    def of(self, value: LibraryOp, path: str, depth: int = 0) -> LibraryOp:
+        """What stands for a value: itself where no pipeline is in it."""
+        if id(value) not in self._known:
+            self._known[id(value)] = value  # while it is looked at: it may hold itself
+            self._known[id(value)] = self._made(value, path, depth)
+        return self._known[id(value)]
+
+    def _made(self, value: LibraryOp, path: str, depth: int) -> LibraryOp:
+        if _stands_aside(value):
+            self.asides[path] = Aside(value, path)
+            return self.asides[path]
+        if isinstance(value, (list, tuple, torch.nn.ModuleList)) and len(value) <= _MOST:
+            items = [self.of(each, f"{path}[{n}]", depth) for n, each in enumerate(value)]
+            same = all(a is b for a, b in zip(items, value, strict=True))
+            if same or type(value) not in (list, tuple, torch.nn.ModuleList):
+                return value
+            return tuple(items) if isinstance(value, tuple) else items
+        if type(value) is dict and len(value) <= _MOST:
+            named = {key: self.of(each, f"{path}[{key!r}]", depth) for key, each in value.items()}
+            return value if all(named[key] is value[key] for key in value) else named
+        plain = isinstance(value, (type, FunctionType, ModuleType, torch.Tensor))
+        known = torchvision_class(value) is not None or timm_class(value) is not None
+        if plain or known or depth == _DEEPEST or not hasattr(value, "__dict__"):
+            return value
+        return self._face(value, path, depth)
+
+    def _face(self, thing: LibraryOp, path: str, depth: int) -> LibraryOp:
+        held = _attributes(thing)
+        faces = {name: self.of(value, f"{path}.{name}", depth + 1) for name, value in held.items()}
+        others = {name: face for name, face in faces.items() if face is not held[name]}
+        if not others:
+            return thing
+        self.objects.append(thing)
+        properties = {
+            name: property(partial(_read, thing, name, held[name], face))
+            for name, face in others.items()
+        }
+        return with_faces(thing, properties | {STANDS_ASIDE: True})
+
+
+def _read(thing: object, name: str, seen: object, face: object, view: object) -> object:
+    own = vars(thing)
+    modules: dict[str, object] = own.get("_modules", {})
+    now = modules.get(name) if name in modules else own.get(name, getattr(type(thing), name, None))
+    if now is not seen:
+        raise stale(f"transform.{name}")
+    return face
+
+
+def _attributes(thing: LibraryOp) -> dict[str, Any]:
+    """The attributes of an object and of its class that may hold pipelines."""
+    found: dict[str, Any] = {}
+    for kind in reversed(type(thing).__mro__):
+        if kind not in (object, torch.nn.Module):
+            found |= {n: v for n, v in vars(kind).items() if not n.startswith("__")}
+    found |= vars(thing)
+    if isinstance(thing, torch.nn.Module):
+        found.pop("_modules", None)
+        found |= thing._modules
+    return found
+
+
+# --- The transform ---
+
+
+class LeftTraced(LeftEncoded):
+    """Stands for a transform whose pipelines run on the device, and calls the rest of it.
+
+    Args:
+        op: the user's.
+        expected: the chain of each view; None for the first sample, which tells.
+    """
+
+    def __init__(self, op: LibraryOp, expected: Sequence[Chain] | None = None) -> None:
+        super().__init__(Takes(Modes.RGB))
+        faces = _Faces()
+        self.op = op
+        self.expected = expected
+        self.seen: list[list[Chain]] = []  # the chains of each sample, while none are expected
+        self._face = faces.of(op, "")
+        self.asides = faces.asides
+        self.objects = faces.objects  # whose code runs in every sample
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return LeftTraced, (self.op, self.expected)
+
+    @staticmethod
+    def of_pipeline(pipeline: Sequence[LibraryOp]) -> LeftTraced | None:
+        """For a transform that no library knows, if it holds pipelines; None for any other."""
+        (op, *others) = pipeline or [None]
+        known = torchvision_class(op) is not None or timm_class(op) is not None
+        if others or known or _stands_aside(op) or isinstance(op, LeftEncoded):
+            return None
+        traced = LeftTraced(op)
+        return traced if traced.asides else None
+
+    def __call__(self, *given: object, **named: object) -> object:
+        picture = self.stand_in_for(only_argument(given, named))
+        with _running as trace:
+            made = self._face(picture)
+        chains, sample = self._placed(trace, made)
+        if self.expected is None:
+            self.seen.append(chains)
+        elif chains != [*self.expected]:
+            self._refuse_others(chains)
+        if len(chains) > 1 and has_result():
+            raise UndecodedError(
+                "its transform of several views is called twice for a sample. Let each sample have "
+                "one picture of them."
+            )
+        for result in select(sample, is_marked):
+            note_result(result)
+        return sample
+
+    def _placed(self, trace: _Trace, made: Sample) -> tuple[list[Chain], Sample]:
+        """The chain of each view, and what was made with the image and places for tokens."""
+        leaves = select(made, is_marked)
+        if any(type(leaf) is not Token for leaf in leaves):
+            raise UndecodedError(f"{title(self.op)} returns the picture itself. {_SAME}")
+        for token in leaves:
+            trace.require_own(token)
+        numbers = [*dict.fromkeys(leaf.number for leaf in leaves)]
+        if trace.file is None or not numbers:
+            raise UndecodedError(
+                f"{title(self.op)} returns nothing that a pipeline of it has made of the picture. "
+                f"{_SAME}"
+            )
+        views = {number: view for view, number in enumerate(numbers)}
+        lost = sorted({*range(len(trace.chains))} - trace.used - {*numbers})
+        if lost:
+            path = trace.chains[lost[0]][-1]
+            raise UndecodedError(f"{title(self.op)} does not return what {path} gave.")
+        if again := trace.used & {*numbers}:
+            raise UndecodedError(_ONE_BRANCH.format(path=trace.chains[min(again)][-1]))
+        first = Result.of(trace.file)
+        placed = set[int]()
+
+        def place(leaf: Leaf) -> Leaf:
+            if type(leaf) is not Token:
+                return leaf
+            view = views[leaf.number]
+            if placed or view:
+                return LaterView(view)
+            placed.add(view)
+            return first
+
+        sample = map_leaves(place, made, is_marked)
+        return [trace.chains[number] for number in numbers], sample
+
+    def _refuse_others(self, chains: Sequence[Chain]) -> NoReturn:
+        assert self.expected is not None
+        raise UndecodedError(
+            f"{title(self.op)} calls {_named(chains)} here, and {_named(self.expected)} for the "
+            f"first sample. {_SAME}"
+        )
+
+    def refuse_unseen(self) -> None:
+        """Refuse a transform whose code does what its samples do not show."""
+        if unseen := unseen_in(self.objects):
+            raise UndecodedError(f"{unseen}, which no sample shows. {_SAME}")
+
+    def lists(self) -> list[list[LibraryOp]]:
+        """The ops of each view."""
+        return [
+            [op for path in chain for op in flatten(self.asides[path].pipeline)]
+            for chain in self.expected or ()
+        ]
+
+    @property
+    def pipelines(self) -> list[LibraryOp]:
+        """All pipelines that stand aside."""
+        return [aside.pipeline for aside in self.asides.values()]
+
+
+def _named(chains: Sequence[Chain]) -> str:
+    return ", ".join(map(name_of_chain, chains))
+
+
+def name_of_chain(chain: Chain) -> str:
+    """How a chain is told of: ``weak + normalize``."""
+    return " + ".join(path.removeprefix(".") for path in chain)

@@ -1,0 +1,103 @@
+"""What the code of a transform does that its samples do not show.
+
+A stand-in tells how often pipelines are called, and in which order. It does not tell that a random
+generator is set, so that two calls sample alike, and ``type()`` of a stand-in is another class.
+The functions that the code loads are looked up, and never called.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+
+import numpy as np
+import torch
+
+_MOST = 200  # functions that are looked into
+_FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType, type(np.random.seed))
+_LIBRARIES = ("builtins", "numpy", "PIL", "random", "torch", "torchvision")
+
+# Looked up when they are asked for: torch.compile puts a wrapper in the place of torch's.
+_SETTERS: dict[ModuleType, tuple[str, ...]] = {
+    random: ("seed", "setstate"),
+    np.random: ("seed", "set_state"),
+    torch: ("manual_seed", "set_rng_state"),
+    torch.random: ("fork_rng", "manual_seed", "set_rng_state"),
+}
+
+
+def unseen_in(things: Iterable[object]) -> str:
+    """What the methods of these objects do unseen, in words; empty if nothing is found.
+
+    Setters are looked for in the functions that the methods call, too.
+    """
+    own = [function for thing in things for function in _functions_of(thing)]
+    for function in own:
+        if any(value is type for value in _loaded_by(function)):
+            return f"{function.__qualname__} calls type(), where isinstance() would do"
+    looked = set[FunctionType]()
+    waiting = [*own]
+    while waiting and len(looked) < _MOST:
+        function = waiting.pop(0)
+        if function in looked:
+            continue
+        looked.add(function)
+        for value in _loaded_by(function):
+            if isinstance(value, _FUNCTIONS) and (name := _setter(value)):
+                return f"{function.__qualname__} calls {name}, so that pipelines may sample alike"
+            if isinstance(value, FunctionType) and not _is_known(value.__module__):
+                waiting.append(value)
+    return ""
+
+
+def _setter(value: Callable[..., object]) -> str:
+    """The name of a function that sets a generator; empty for any other."""
+    for module, names in _SETTERS.items():
+        for name in names:
+            if inspect.unwrap(value) is inspect.unwrap(getattr(module, name)):
+                return f"{module.__name__}.{name}"
+    return ""
+
+
+def _is_known(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in _LIBRARIES
+
+
+def _functions_of(thing: object) -> Iterator[FunctionType]:
+    """The functions of an object and of its class that a call may reach."""
+    held = [*vars(thing).items()]
+    for kind in type(thing).__mro__:
+        held += [] if _is_known(kind.__module__) else vars(kind).items()
+    for name, value in held:
+        function = value.fget if isinstance(value, property) else value
+        function = getattr(function, "__func__", function)
+        is_reached = not name.startswith("__") or name == "__call__"
+        if is_reached and isinstance(function, FunctionType):
+            yield function
+
+
+def _loaded_by(function: FunctionType) -> Iterator[object]:
+    """The objects that a function's global names, and names within modules, stand for."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+    codes = [function.__code__]
+    for code in codes:
+        codes += [each for each in code.co_consts if isinstance(each, type(code))]
+        value: object = None
+        for each in dis.get_instructions(code):
+            if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                own = function.__globals__
+                value = own.get(each.argval, vars(builtins).get(each.argval))
+            elif each.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
+                value = getattr(value, each.argval, None)
+            elif each.opname not in ("CACHE", "PUSH_NULL"):
+                value = None
+            if value is not None and not isinstance(value, ModuleType):
+                yield value
