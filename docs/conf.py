@@ -1,6 +1,18 @@
 """Sphinx: Markdown pages, and the API from the docstrings."""
 
+import os
+import tomllib
+from pathlib import Path
+
+from docutils import nodes
 from gpuprefetch import __version__
+from sphinx import addnodes
+from sphinx.transforms import SphinxTransform
+
+ROOT = Path(__file__).resolve().parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+# None as long as there is no public one.
+REPOSITORY = PYPROJECT["project"].get("urls", {}).get("Repository")
 
 project = "gpuprefetch"
 release = __version__
@@ -25,3 +37,30 @@ autodoc_typehints_description_target = "documented_params"
 napoleon_use_ivar = (
     True  # attributes are described once, by the docstring of their class
 )
+
+
+class FilesOfTheRepository(SphinxTransform):
+    """Links to files that are no pages lead to the repository, or are their paths.
+
+    Otherwise Sphinx copies each of them, and offers it as a download.
+    """
+
+    default_priority = 500
+
+    def apply(self, **kwargs: object) -> None:
+        """Replace the downloads that MyST made of such links."""
+        page = Path(self.env.doc2path(self.env.docname)).parent
+        for link in [*self.document.findall(addnodes.download_reference)]:
+            found = os.path.relpath(page / link["reftarget"], ROOT)
+            if REPOSITORY:
+                address = f"{REPOSITORY}/blob/main/{found}"
+                made = nodes.reference("", "", refuri=address)
+            else:
+                made = nodes.abbreviation("", "", explanation=found)
+            made += link.children
+            link.replace_self(made)
+
+
+def setup(app):
+    """Register the transform."""
+    app.add_transform(FilesOfTheRepository)

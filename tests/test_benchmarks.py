@@ -831,7 +831,7 @@ def test_a_number_within_the_noise_must_not_be_quoted(second):
 def test_the_check_fails_for_a_wrong_number_on_a_page(tmp_path, monkeypatch):
     page = tmp_path / "README.md"
     readme = (ROOT / "README.md").read_text()
-    page.write_text(readme.replace("12 and\n26<!--", "12 and\n20<!--"))
+    page.write_text(readme.replace("12 and 26<!--", "12 and 20<!--"))
     assert page.read_text() != readme
     monkeypatch.setattr("table.PAGES", [page])
     with pytest.raises(SystemExit, match=r"README.md: 12 to 20 .*: the files have 12 to 26"):

@@ -42,6 +42,15 @@ def test_changelog_describes_this_version():
     assert versions[0] == gpuprefetch.__version__
 
 
+def test_released_versions_are_dated_and_begin_with_highlights():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (?!\[Unreleased\])(.*)", text, flags=re.MULTILINE)
+    assert headings
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", each) for each in headings)
+    latest = text.partition(f"## {headings[0]}\n\n### Highlights\n\n")[2].partition("\n\n")[0]
+    assert 1 <= len(latest.splitlines()) <= 10
+
+
 def test_citation_is_of_this_version():
     assert f"\nversion: {gpuprefetch.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
@@ -72,7 +81,8 @@ def test_machine_paths_are_found():
 def test_no_photo_is_tracked():
     photos = {".jpg", ".jpeg", ".webp", ".heic", ".tif", ".tiff"}
     found = [path for path in tracked_files() if path.suffix.lower() in photos]
-    assert [path.name for path in found] == ["policies.jpg"]  # of a CC0 photo, see docs/policies.py
+    # Both are of a CC0 photo: see docs/policies.py and docs/strip.py.
+    assert sorted(path.name for path in found) == ["policies.jpg", "strip.jpg"]
 
 
 class Loaded(Dataset):

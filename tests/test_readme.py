@@ -133,7 +133,8 @@ def test_every_page_of_use_is_run():
 
 
 def test_the_one_line_of_the_readme_moves_a_pipeline(namespace, capsys):
-    (source,) = blocks("python")
+    line, source = blocks("python")
+    assert source.endswith(line)
     run(source, namespace)
     assert "RandAugment" in capsys.readouterr().out
     images, target = next(iter(namespace["loader"]))

@@ -1,0 +1,110 @@
+"""Write the README's table of images per second from the files of results.
+
+    python docs/front.py           # write it
+    python docs/front.py --check   # fail where it does not follow from the files
+
+A row is a cell that DALI, a plain DataLoader and gpuprefetch have run. The order is
+that of the other tables: whole epochs first, then the cells that DALI wins. At most
+two are of whole epochs. Rows of an older protocol fill up what the newest lacks.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import cells  # noqa: E402
+import table  # noqa: E402
+
+README = ROOT / "README.md"
+BLOCK = re.compile(
+    r"(<!-- rates:start -->\n).*?(<!-- rates:end -->)", flags=re.DOTALL
+)
+ROWS = 4
+OF_EPOCHS = 2
+NAMES = {
+    "resnet18": "ResNet-18",
+    "resnet50": "ResNet-50",
+    "shufflenet_v2_x0_5": "ShuffleNet 0.5",
+}
+HEADER = ["images/s", "DataLoader", "DALI", "gpuprefetch", "no loading"]
+NOTE = (
+    "Medians on {cards} by [protocol](docs/measuring.md) {versions}. *No loading*: "
+    "the same step on one batch that stays on the GPU."
+)
+APART = " \\* On another machine than the row's other rates."
+
+
+def of_machines(machines, column):
+    """Return a column's rates in every round on these machines."""
+    found = [
+        machine.rates[column] for machine in machines if column in machine.rates
+    ]
+    return [rate for rounds in found for rate in rounds.values()]
+
+
+def chosen(documents):
+    """Return the cells of the table."""
+    found = {}
+    for files in table.by_version(documents).values():
+        for cell in cells.train_cells(files):
+            if cell.with_columns(cells.OURS, cells.DALI) and cell.rates(cell.plain):
+                found.setdefault(cell.title, cell)
+    of_epochs = [cell for cell in found.values() if "epoch" in cell.title]
+    others = [cell for cell in found.values() if "epoch" not in cell.title]
+    return [*of_epochs[:OF_EPOCHS], *others][:ROWS]
+
+
+def row_of(cell):
+    """Return a row: the cell in words, and a rate for each loader."""
+    first, _, rest = cell.title.partition(" ")
+    both = cell.with_columns(cells.OURS, cells.DALI)
+    every = cell.with_columns(cells.OURS, cells.DALI, cell.plain)
+    sides = [of_machines(every or cell.machines, cell.plain)]
+    sides += [of_machines(both, c) for c in (cells.DALI, cells.OURS, cells.CEILING)]
+    rates = [f"{statistics.median(side):,.0f}" if side else "-" for side in sides]
+    if not every:
+        rates[0] += " \\*"
+    return [f"{NAMES.get(first, first)} {rest}", *rates]
+
+
+def block(documents):
+    """Return the table and what to know of it; "" where nothing was measured."""
+    shown = chosen(documents)
+    if not shown:
+        return ""
+    rows = [row_of(cell) for cell in shown]
+    files = {machine.file for cell in shown for machine in cell.machines}
+    machines = [d["metadata"] for d in documents if d["file"] in files]
+    gpus = ", ".join(sorted({m["gpu"] for m in machines}))
+    cores = " or ".join(map(str, sorted({m["affinity"] for m in machines})))
+    versions = " and ".join(map(str, sorted({cell.version for cell in shown})))
+    note = NOTE.format(cards=f"{gpus} with {cores} cores", versions=versions)
+    note += APART if any("*" in row[1] for row in rows) else ""
+    return f"{table.markdown(HEADER, rows)}\n\n{note}\n"
+
+
+def main(words=None, page=README):
+    """Write the table, or fail where the page has another one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args(words)
+    text = page.read_text()
+    if len(BLOCK.findall(text)) != 1:
+        raise ValueError(f"{page.name} must have the markers of rates, once each")
+    made = block(cells.read(cells.RESULTS))
+    written = BLOCK.sub(lambda found: f"{found[1]}{made}{found[2]}", text)
+    if args.check and written != text:
+        sys.exit(f"stale: the images per second of {page.name}; run docs/front.py")
+    if made:
+        page.write_text(written)
+
+
+if __name__ == "__main__":
+    main()

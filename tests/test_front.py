@@ -1,0 +1,127 @@
+"""The README's first screen: its table follows from the files of results, its picture is drawn."""
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def docs(monkeypatch):
+    """Import a script that lies beside the pages."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def result(column, rate, **more):
+    """A row of train.py, without a model unless it says which."""
+    cell = {"model": "none", "mode": "eager", "batch_size": 8, "photos": "sample", "engine": "auto"}
+    cell |= {"epochs": 0, "cores": 4, "stream": "own", "loop": "step", "column": column}
+    return cell | {"images_per_second": {"median": rate, "values": [rate]}} | more
+
+
+def document(file, *results, protocol=1):
+    metadata = {"utc": file, "gpu": "H100", "affinity": 4, "commit": "abc", "commands": ["python"]}
+    shared = {"benchmark": "train", "file": file, "metadata": metadata, "protocol": protocol}
+    return {**shared, "results": list(results)}
+
+
+LOADERS = ("torchvision", "dali", "gpuprefetch")
+
+
+def test_the_table_of_the_readme_follows_from_the_files(docs, tmp_path):
+    front = docs("front")
+    front.main(["--check"])
+    page = tmp_path / "README.md"
+    readme = (ROOT / "README.md").read_text()
+    page.write_text(readme.replace("| ResNet-50 eager, batch 256 | ", "| ResNet-50 | 9"))
+    assert page.read_text() != readme
+    with pytest.raises(SystemExit, match=r"stale: .* README.md; run docs/front.py"):
+        front.main(["--check"], page)
+    front.main([], page)
+    assert page.read_text() == readme
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match="must have the markers"):
+        front.main([], page)
+
+
+def test_rows_have_rates_of_the_same_machines(docs):
+    front = docs("front")
+    both = document("a", result("dali", 100.0), result("gpuprefetch", 300.0))
+    alone = document("b", result("gpuprefetch", 900.0))  # a faster machine, without DALI
+    other = document("c", result("torchvision", 20.0))
+    assert "| no model, batch 8 | 20 \\* | 100 | 300 | - |" in front.block([both, alone, other])
+    both["results"] += [result("torchvision", 30.0), result("synthetic", 400.0)]
+    made = front.block([both, alone, other])
+    assert "| no model, batch 8 | 30 | 100 | 300 | 400 |" in made
+    assert "another machine" not in made and "H100 with 4 cores" in made
+
+
+def test_rows_are_of_the_newest_protocol_and_losses_come_first(docs):
+    front = docs("front")
+    rates = {"torchvision": 10.0, "dali": 100.0, "gpuprefetch": 300.0}
+    old = [result(c, rates[c], model=m) for c in LOADERS for m in ("resnet18", "resnet50")]
+    old += [result(c, rates[c], batch_size=size) for c in LOADERS for size in (1, 2)]
+    new = [result(c, rates[c] + 1, model="resnet18", round=0, place=0) for c in LOADERS]
+    lost = {"torchvision": 1.0, "dali": 9.0, "gpuprefetch": 8.0}
+    epochs = {"policy": "", "validate": 0, "persistent": True, "cold": False, "epochs": 9}
+    sizes = (3, 4, 5)
+    new += [result(c, lost[c], files=n, **epochs, place=0) for c in LOADERS for n in sizes]
+    files = [document("a", *old), document("b", *new, protocol=2)]
+    shown = [front.row_of(cell) for cell in front.chosen(files)]
+    assert [row[1:4] for row in shown[:3]] == [["1", "9", "8"]] * 2 + [["11", "101", "301"]]
+    assert len(shown) == 4 and "epochs of 3 photos" in shown[0][0]
+    assert front.block([]) == ""
+
+
+def test_the_picture_has_a_photo_and_seven_draws_of_it(docs, tmp_path):
+    strip = docs("strip")
+    photo = tmp_path / "photo.png"
+    ramp = np.linspace(0, 255, 320 * 240 * 3).reshape(240, 320, 3).astype(np.uint8)
+    Image.fromarray(ramp).save(photo)
+    strip.main(photo, tmp_path / "strip.jpg")
+    with Image.open(tmp_path / "strip.jpg") as made, Image.open(ROOT / "docs/strip.jpg") as shown:
+        assert made.size == shown.size and made.width == 830
+        pixels = np.asarray(made)
+    width, height = strip.TILE
+    steps = (width + strip.GAP, height + strip.CAPTION)
+    tiles = [
+        pixels[y : y + height, x : x + width]
+        for y in range(0, 2 * steps[1], steps[1])
+        for x in range(0, 4 * steps[0], steps[0])
+    ]
+    means = {tuple(tile.mean((0, 1)).round(1)) for tile in tiles}
+    assert len(means) == 8  # every draw differs from the photo and from the others
+
+
+def test_pages_link_to_files_of_the_repository_and_offer_no_downloads(tmp_path):
+    """By the address of pyproject.toml, and by name where it has none."""
+    pytest.importorskip("myst_nb")
+    from sphinx.application import Sphinx
+
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    (pages / "index.md").write_text("# Page\n\n[a file](../pyproject.toml)\n")
+    (tmp_path / "pyproject.toml").touch()
+    conf = (ROOT / "docs" / "conf.py").read_text()
+    conf = conf.replace("html_static_path =", "no_static_path =").replace("furo", "basic")
+    address = "https://example.org/gpuprefetch"
+    shown = {
+        None: '<abbr title="pyproject.toml">',
+        address: f'href="{address}/blob/main/pyproject.toml"',
+    }
+    for repository, link in shown.items():
+        urls = f"[project.urls]\nRepository = '{repository}'\n" if repository else ""
+        (tmp_path / "pyproject.toml").write_text(f"[project]\nname = 'x'\n{urls}")
+        (pages / "conf.py").write_text(conf)
+        built = tmp_path / f"html{bool(repository)}"
+        app = Sphinx(pages, pages, built, built / "doctrees", "html", status=None)
+        app.build()
+        page = (built / "index.html").read_text()
+        assert link in page and "a file" in page
+        assert not (built / "_downloads").exists()
