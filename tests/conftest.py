@@ -1,5 +1,6 @@
 """Devices the tests run on, and JPEG files drawn for them."""
 
+import contextlib
 import functools
 import gc
 import multiprocessing
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from interpreter import look_once_a_launch
 
 
 def pytest_configure(config):
@@ -32,6 +34,8 @@ def pytest_configure(config):
     if not has_cuda():
         # Read by @triton.jit when a kernel module is imported, so it is set before gpuprefetch is.
         os.environ["TRITON_INTERPRET"] = "1"
+        with contextlib.suppress(ImportError):  # CPU builds of torch come without Triton
+            look_once_a_launch()
         # Of the tests' small pictures more threads would share little and wait for each other.
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
