@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from interpreter import look_once_a_launch
 
+FROZEN = pytest.StashKey[int]()  # how many modules the garbage collector need not look through
+MANY_MODULES = 50
+
 
 def pytest_configure(config):
     if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
@@ -60,13 +63,23 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     # Many tests collect garbage, and would look through all of what has been imported each time.
     gc.freeze()
     gc.enable()
+    session.config.stash[FROZEN] = len(sys.modules)
     # Python goes by what is not frozen: it would look through all of that more often than before,
     # and in whatever thread.
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
+
+
+@pytest.hookimpl(trylast=True)  # after the end of what the test has used
+def pytest_runtest_teardown(item):
+    # A test may have imported another framework, which stays as well.
+    if len(sys.modules) > item.config.stash[FROZEN] + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+        item.config.stash[FROZEN] = len(sys.modules)
 
 
 @pytest.fixture
