@@ -1,5 +1,6 @@
 """Devices the tests run on, and JPEG files drawn for them."""
 
+import contextlib
 import functools
 import gc
 import multiprocessing
@@ -8,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from interpreter import look_once_a_launch
+
+FROZEN = pytest.StashKey[int]()  # how many modules the garbage collector need not look through
+MANY_MODULES = 50
 
 
 def pytest_configure(config):
@@ -32,6 +37,8 @@ def pytest_configure(config):
     if not has_cuda():
         # Read by @triton.jit when a kernel module is imported, so it is set before gpuprefetch is.
         os.environ["TRITON_INTERPRET"] = "1"
+        with contextlib.suppress(ImportError):  # CPU builds of torch come without Triton
+            look_once_a_launch()
         # Of the tests' small pictures more threads would share little and wait for each other.
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -56,13 +63,23 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     # Many tests collect garbage, and would look through all of what has been imported each time.
     gc.freeze()
     gc.enable()
+    session.config.stash[FROZEN] = len(sys.modules)
     # Python goes by what is not frozen: it would look through all of that more often than before,
     # and in whatever thread.
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
+
+
+@pytest.hookimpl(trylast=True)  # after the end of what the test has used
+def pytest_runtest_teardown(item):
+    # A test may have imported another framework, which stays as well.
+    if len(sys.modules) > item.config.stash[FROZEN] + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+        item.config.stash[FROZEN] = len(sys.modules)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ has ``images/`` in it. ``tests/test_structure.py`` holds the bars.
 
 import ast
 import contextlib
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -83,6 +84,11 @@ class Source:
     is_package: bool
     tree: ast.Module
 
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All that is in the file, from the top."""
+        return [*ast.walk(self.tree)]
+
 
 def parse(texts: dict[str, str]) -> list[Source]:
     """Parse texts by file name: ``{"gpuprefetch/core/state.py": "import torch"}``."""
@@ -95,6 +101,7 @@ def parse(texts: dict[str, str]) -> list[Source]:
     return sources
 
 
+@functools.cache  # a rule each reads them, and changes none
 def read(root: Path, folder: str) -> list[Source]:
     files = (root / folder).rglob("*.py")
     return parse({file.relative_to(root).as_posix(): file.read_text() for file in files})
@@ -219,12 +226,12 @@ class Fields:
 
 
 def classes(sources: list[Source]) -> list[Fields]:
-    found = []
-    for source in sources:
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.ClassDef):
-                found.append(_fields(source, node))
-    return found
+    return [fields for source in sources for fields in _classes_of(source)]
+
+
+@functools.cache
+def _classes_of(source: Source) -> list[Fields]:
+    return [_fields(source, node) for node in source.nodes if isinstance(node, ast.ClassDef)]
 
 
 def _fields(source: Source, node: ast.ClassDef) -> Fields:
@@ -334,7 +341,7 @@ def near_writes(sources: list[Source]) -> list[Place]:
 
 def _writes(sources: list[Source]) -> Iterator[tuple[Place, bool]]:
     for source in sources:
-        outside = _names_outside(source.tree)
+        outside = _names_outside(source)
         near = {name for fields in classes([source]) for name in fields.declared}
         for node, owner in stores(source.tree, ""):
             target = ast.unparse(node)
@@ -345,10 +352,10 @@ def _writes(sources: list[Source]) -> Iterator[tuple[Place, bool]]:
                 yield Place(source.file, node.lineno, text), node.attr in near
 
 
-def _names_outside(tree: ast.AST) -> set[str]:
+def _names_outside(source: Source) -> set[str]:
     """Names of a file that stand for modules, classes and objects of other packages."""
     outside = set()
-    for node in ast.walk(tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
             outside |= names - {PACKAGE}
@@ -378,7 +385,7 @@ def parallel_assignments(sources: list[Source]) -> list[Place]:
     """Find ``a, b = x, y``. A swap is no such thing, nor is the unpacking of one value."""
     places = []
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Assign) and any(_parallel(t, node) for t in node.targets):
                 text = f"{ast.unparse(node)}: assign one thing a line"
                 places.append(Place(source.file, node.lineno, text))
@@ -397,10 +404,10 @@ def any_types(sources: list[Source]) -> list[Place]:
     """Find each ``Any``, also in annotations that are strings."""
     places = []
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Name | ast.Attribute) and _is_any(node):
                 places.append(Place(source.file, node.lineno, "Any: name the type"))
-        for annotation in _annotations(source.tree):
+        for annotation in _annotations(source):
             for node in ast.walk(annotation):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     for part in ast.walk(_expression(node.value)):
@@ -414,7 +421,7 @@ def any_dicts(sources: list[Source]) -> list[Place]:
     """Find ``options: Any = {...}``."""
     places = []
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not isinstance(node, ast.AnnAssign) or not _is_any(node.annotation):
                 continue
             called = isinstance(node.value, ast.Call) and _name_of(node.value.func) == "dict"
@@ -424,8 +431,8 @@ def any_dicts(sources: list[Source]) -> list[Place]:
     return places
 
 
-def _annotations(tree: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
+def _annotations(source: Source) -> Iterator[ast.expr]:
+    for node in source.nodes:
         for part in ("annotation", "returns"):
             if isinstance(annotation := getattr(node, part, None), ast.expr):
                 yield annotation

@@ -173,7 +173,7 @@ def assert_same(first, second):
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda function: function.__name__)
 def test_a_loop_sees_the_same(photo_folder, persistent, between):
     ahead = seen(EncodedImageFolder(photo_folder), persistent, between)
-    as_ever = seen(Own(photo_folder), persistent, between)
+    as_ever = seen(Own(photo_folder), persistent, between, num_workers=1)
     assert_same(ahead, as_ever)
 
 
@@ -333,9 +333,10 @@ def test_two_epochs_at_once(photo_folder):
 @pytest.mark.parametrize("numbered", ["by the loop", "by us", "not at all"])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_ranks(photo_folder, persistent, numbered):
-    def run(dataset):
+    def run(dataset, workers):
         sampler = DistributedSampler(dataset, num_replicas=2, rank=1)
-        prefetcher = prefetcher_of(dataset, persistent, sampler=sampler, shuffle=None)
+        options = {"sampler": sampler, "shuffle": None, "num_workers": workers}
+        prefetcher = prefetcher_of(dataset, persistent, **options)
         batches = []
         for epoch in range(4):
             if numbered == "by the loop":
@@ -345,7 +346,7 @@ def test_ranks(photo_folder, persistent, numbered):
             batches += [(images.clone(), targets) for images, targets in prefetcher]
         return batches, []
 
-    assert_same(run(EncodedImageFolder(photo_folder)), run(Own(photo_folder)))
+    assert_same(run(EncodedImageFolder(photo_folder), 2), run(Own(photo_folder), 1))
 
 
 class AtOnce(ImageFolder):

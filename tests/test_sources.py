@@ -113,9 +113,9 @@ def test_every_sample_comes_once_whoever_reads_it(recipe, tmp_path, monkeypatch,
     assert orders[0] != orders[1]
     # JPEG 2000 keeps what the CPU decoded of the JPEGs; the GPU's decoder is a few levels off.
     decoder = "cpu" if recipe.__name__ == "from_jpeg2000" else "auto"
-    for label, picture in samples:
-        image = EncodedImage(files[label], label)
-        ((want,),) = DataPrefetcher([[image]], cpu_share=0.0, decoder=decoder)
+    alone = [[EncodedImage(files[label], label)] for label, _ in samples]
+    wanted = DataPrefetcher(alone, cpu_share=0.0, decoder=decoder)
+    for (_, picture), (want,) in zip(samples, wanted, strict=True):
         assert torch.equal(picture, want.cpu())
 
     if isinstance(getattr(loader, "sampler", None), DistributedSampler):

@@ -15,7 +15,7 @@ from gpuprefetch.images import stage
 from gpuprefetch.images.decode import ImageDecoder, NvjpegDecoder
 from gpuprefetch.images.header import decode_cpu
 
-BATCHES = 7  # of one image each: Triton's interpreter needs a fifth of a second for a launch
+BATCHES = 7  # of one small image each: Triton's interpreter is slow, and slower for more pixels
 
 
 @pytest.fixture(autouse=True)
@@ -72,11 +72,11 @@ def refuse(data):
 
 @pytest.fixture(scope="module")
 def files():
-    """16 JPEGs of different sizes."""
+    """16 JPEGs of different sizes, none too small for a GPU to decode."""
     made = []
     for i in range(16):
         file = io.BytesIO()
-        Image.fromarray(draw_photo(20 + i, 30, seed=i)).save(file, "JPEG")
+        Image.fromarray(draw_photo(16 + i, 16, seed=i)).save(file, "JPEG")
         made.append(file.getvalue())
     return made
 

@@ -56,7 +56,7 @@ def resampled(picture: Any, box: Any, size: tuple[int, int]) -> Pixels:
     part = picture[top : top + height, left : left + width]
     rows = weights(height, size[0])
     columns = weights(width, size[1])
-    return np.einsum("yh,hwc,xw->cyx", rows, part, columns)
+    return rows @ part.transpose(2, 0, 1) @ columns.T
 
 
 def read_crop(values: Any, picture: Any) -> tuple[float, tuple[int, ...]]:
