@@ -18,24 +18,30 @@ from torch.utils.data import DataLoader, default_collate
 from gpuprefetch.core.loaders import changed
 from gpuprefetch.core.nested import Loader
 from gpuprefetch.core.ranks import rank
-from gpuprefetch.images.apart import is_image
+from gpuprefetch.images.apart import image_of, is_image
 from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.images.handed import to_iterate
 from gpuprefetch.images.options import Keywords
 from gpuprefetch.lists.forms import fixes_size
+from gpuprefetch.lists.fused import Given
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors
 from gpuprefetch.migrate.dataset_view import stale, view_of, worker_part
 from gpuprefetch.migrate.folders import (
+    Checked,
+    Folder,
     check_sample,
     encoded_view,
     folders_in,
     folders_of,
+    joint_view,
     picture_of,
     pipeline_of,
     refuse_under_way,
+    takes_several,
 )
+from gpuprefetch.migrate.joint import joint_plan
 from gpuprefetch.migrate.taken import opened
 from gpuprefetch.policies.known import UnsupportedTransformError, title
 from gpuprefetch.policies.per_image import Cast, Transform
@@ -92,21 +98,11 @@ def accelerate(
     folders = folders_of(loader)
     pipeline = pipeline_of(folders)
     refuse_under_way(loader)
-    try:
-        view = encoded_view(loader.dataset, pipeline, folders)
-        plan = _plan_of(pipeline, takes_own=not keep_unknown)
-        split = _Split([], plan, is_whole=False)
-        checked = check_sample(view, loader.dataset, encoded=True, needed=True)
-        split = replace(split, decoder=checked.decoder)
-    except (UnsupportedTransformError, UndecodedError):
-        if not keep_unknown:
-            raise
-        split = _split_late(pipeline, picture_of(loader.dataset))
-        device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
-        view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
-        needed = bool(split.plan.transforms)
-        checked = check_sample(view, loader.dataset, encoded=False, needed=needed)
-    device_transforms = bool(split.plan.transforms) or _asks_for_transforms(prefetcher_options)
+    adds = _asks_for_transforms(prefetcher_options)
+    view, split, checked = _split_of(
+        loader.dataset, folders, pipeline, keep_unknown=keep_unknown, adds=adds
+    )
+    device_transforms = bool(split.plan.transforms) or adds
     count = checked.images
     if not split.decodes_on_device and device_transforms and count > 1:
         raise TypeError(
@@ -119,7 +115,7 @@ def accelerate(
         split,
         prefetcher_options,
         view=view,
-        late=knows_image and loader.collate_fn is not default_collate,
+        late=knows_image and (split.carries_on or loader.collate_fn is not default_collate),
     )
     if print_plan and rank() == 0:
         print(prefetcher.describe())
@@ -160,10 +156,59 @@ class _Split:
     def decodes_on_device(self) -> bool:
         return not self.kept
 
+    @property
+    def carries_on(self) -> bool:
+        """Whether calls of the dataset's own transform follow the launch, image by image."""
+        first = next(iter(self.plan.transforms), None)
+        return isinstance(first, Given) and first.carries_on
+
     def worker_transform(self, *, marked: bool) -> Transform:
         """What the workers run, if they do not leave files encoded."""
         # A pipeline that ends in pictures has them for the user's collate function.
         return worker_part(self.kept, tensors=marked or not self.is_whole, marked=marked)
+
+
+def _split_of(
+    dataset: Any,
+    folders: Sequence[Folder],
+    pipeline: list[Transform],
+    *,
+    keep_unknown: bool,
+    adds: bool,
+) -> tuple[Any, _Split, Checked]:
+    """The view of a dataset, the split of its pipeline, and what the first sample shows.
+
+    ``adds`` says whether the user's options transform images, beside the pipeline.
+    """
+    try:
+        view = encoded_view(dataset, pipeline, folders)
+        split = _Split([], _plan_of(pipeline, takes_own=not keep_unknown), is_whole=False)
+        checked = check_sample(view, dataset, encoded=True, needed=True)
+        return view, replace(split, decoder=checked.decoder), checked
+    except (UnsupportedTransformError, UndecodedError, TypeError) as error:
+        moves = isinstance(error, (UnsupportedTransformError, UndecodedError))
+        if not takes_several(dataset):
+            if not (keep_unknown and moves):
+                raise
+            split = _split_late(pipeline, picture_of(dataset))
+            needed = bool(split.plan.transforms)
+            view = view_of(dataset, split.worker_transform(marked=needed or adds))
+            return view, split, check_sample(view, dataset, encoded=False, needed=needed)
+    view = joint_view(dataset, folders)
+    return view, *_joint_split(view, dataset, pipeline)
+
+
+def _joint_split(view: Any, dataset: Any, pipeline: list[Transform]) -> tuple[_Split, Checked]:
+    """For a transform that also gets what is beside the picture, which the workers run."""
+    if not len(view):
+        raise TypeError(
+            f"{type(dataset).__name__} has no sample, which would show what its transform does."
+        )
+    checked = check_sample(view, dataset, encoded=True, needed=True)
+    with trial_draws():
+        image = image_of(view[0])
+    plan = joint_plan(image, pipeline)
+    return _Split([], plan, is_whole=False, decoder=checked.decoder), checked
 
 
 def _split_late(pipeline: list[Transform], picture: Any) -> _Split:

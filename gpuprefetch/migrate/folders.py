@@ -205,12 +205,34 @@ def encoded_view(dataset: Any, pipeline: Sequence[Transform], folders: Sequence[
     return view_of(dataset, LeftEncoded(Takes.of(pipeline)))
 
 
+def joint_view(dataset: Any, folders: Sequence[Folder]) -> Any:
+    """The view of a dataset whose transform also gets what is beside the picture."""
+    refuse_second_transforms(dataset)
+    check_loaders(folders)
+    return view_of(dataset, LeftEncoded(Takes.of([]), folders[0].transform))
+
+
+def takes_several(dataset: Any) -> bool:
+    """Whether the transform of a dataset gets more than a picture, for the first sample."""
+    try:
+        with trial_draws():
+            view_of(dataset, _catch)[0]
+    except _Caught as caught:
+        picture, *others = caught.args
+        if hasattr(picture, "close"):
+            picture.close()  # which PIL may not have read yet
+        return bool(others)
+    except Exception:  # another error tells of it
+        return False
+    return False
+
+
 class _Caught(BaseException):
     """Carries a picture out of a dataset; no dataset catches it."""
 
 
 def _catch(picture: object, *others: object) -> Any:
-    raise _Caught(picture)
+    raise _Caught(picture, *others)
 
 
 def picture_of(dataset: Any) -> Any:

@@ -19,6 +19,7 @@ it then, and torchvision's v2 would return a stand-in as it is.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import operator
 import os
@@ -42,7 +43,9 @@ from gpuprefetch.images.guard import (
     faults,
     is_marked,
 )
+from gpuprefetch.images.joint import Promised
 from gpuprefetch.images.ppm import to_ppm
+from gpuprefetch.images.recorded import Joint
 from gpuprefetch.lists.rgb import Modes
 from gpuprefetch.migrate.taken import BY_HAND, Takes
 
@@ -278,12 +281,23 @@ class LeftEncoded:
 
     Args:
         takes: what the transform takes.
+        transform: itself, if it also takes what is beside the picture: the workers run it then.
     """
 
-    def __init__(self, takes: Takes) -> None:
+    def __init__(self, takes: Takes, transform: Callable[..., object] | None = None) -> None:
         self.takes = takes
+        self.transform = transform
+        if transform is not None:
+            know_sizes()
 
-    def __call__(self, *given: object, **named: object) -> EncodedImage:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.transform is not None:
+            know_sizes()
+
+    def __call__(self, *given: object, **named: object) -> object:
+        if self.transform is not None and len(given) > 1 and not named:
+            return self._put_off(self.transform, given)
         if len(given) != 1 or named:
             raise UndecodedError(
                 f"the transform is called with {len(given) + len(named)} arguments, and not with "
@@ -293,6 +307,18 @@ class LeftEncoded:
         result = Result.of(self._image_of(picture))
         _sample.note(result)
         return result
+
+    def _put_off(
+        self, transform: Callable[..., object], given: tuple[object, ...]
+    ) -> tuple[object, ...]:
+        """What stands for the results of a transform of a picture and what is beside it."""
+        first, *others = given
+        is_tensor = isinstance(first, torch.Tensor)
+        picture = _picture_of_tensor(first) if isinstance(first, torch.Tensor) else first
+        result = Result.of(self._image_of(picture))
+        result._put_off(Joint(transform, tuple(others), is_tensor))
+        _sample.note(result)
+        return result, *(Promised(result, number) for number in range(len(others)))
 
     def _image_of(self, given: object) -> EncodedImage:
         """The file of a picture that nothing has touched, and else one of its pixels."""
@@ -315,6 +341,27 @@ class LeftEncoded:
             raise UndecodedError(f"the transform gets a {_described(given)}. {NO_PICTURE}")
         decodes.add(use)
         return EncodedImage(to_ppm(pixels), _sample.index, path)
+
+
+@functools.cache
+def know_sizes() -> None:
+    """Let torchvision's functions ask a picture for its size: its wrappers of datasets do."""
+    from torchvision.transforms.v2 import functional as F
+    from torchvision.transforms.v2.functional import _utils
+
+    def size(picture: Picture) -> list[int]:
+        return [picture.height, picture.width]
+
+    _utils._register_kernel_internal(F.get_size, Picture)(size)
+
+
+def _picture_of_tensor(given: torch.Tensor) -> Image.Image | torch.Tensor:
+    """The picture of a uint8 tensor ``(3, H, W)``, and anything else as it is."""
+    from PIL import Image
+
+    if given.dtype != torch.uint8 or given.dim() != 3 or len(given) != 3:
+        return given
+    return Image.fromarray(given.as_subclass(torch.Tensor).permute(1, 2, 0).numpy())
 
 
 def _described(given: object) -> str:

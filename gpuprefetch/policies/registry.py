@@ -243,6 +243,7 @@ ROWS = (
     Row("CenterCrop", OURS, Is.CROPS | Is.MOVES),
     Row("RandomCrop", OURS_CONVERTED, Is.CROPS | Is.EACH | Is.MOVES),
     Row("RandomSize", OURS_CONVERTED, Is.CROPS | Is.EACH | Is.MOVES),
+    Row("Given", OURS_CONVERTED, Is.CROPS | Is.EACH | Is.MOVES),
     Row("RandomZoomOut", OURS_CONVERTED, Is.CROPS | Is.EACH | Is.MOVES),
     Row("ProcessorCrop", OURS_PROCESSED, Is.CROPS | Is.MOVES),
     Row("RandomResizedCrop", OURS, Is.CROPS | Is.EACH | Is.MOVES),
@@ -252,6 +253,7 @@ ROWS = (
     Row("FlipOp", LAUNCH, Is.EACH | Is.MOVES),
     Row("RandomSizeOp", LAUNCH, Is.EACH | Is.MOVES),
     Row("ZoomOutOp", LAUNCH, Is.EACH | Is.MOVES),
+    Row("GivenOp", LAUNCH, Is.EACH | Is.MOVES),
     Row("ResizeOp", LAUNCH, Is.MOVES),
     Row("CenterCropOp", LAUNCH, Is.MOVES),
 )

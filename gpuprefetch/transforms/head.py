@@ -19,6 +19,7 @@ from gpuprefetch.transforms.sampling import (
     Fill,
     FlipOp,
     Floats,
+    GivenOp,
     HeadOp,
     RandomSizeOp,
     ResizedCropOp,
@@ -57,7 +58,7 @@ def _filter(interpolation: Interpolation) -> str:
     return str(name)
 
 
-_RESIZES = (ResizedCropOp, ResizeOp, RandomSizeOp)
+_RESIZES = (ResizedCropOp, ResizeOp, RandomSizeOp, GivenOp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,11 @@ class Head:
     def has_own_sizes(self) -> bool:
         """Whether each result has a size of its own."""
         return self.form is not None and self.form.has_own_sizes
+
+    @property
+    def is_given(self) -> bool:
+        """Whether each image says itself how it is sampled."""
+        return any(isinstance(op, GivenOp) for op in self.ops)
 
     @property
     def varies_size(self) -> bool:

@@ -5,6 +5,7 @@ OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter
 """
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import get_worker_info
 
 from gpuprefetch.core.errors import scope
 
@@ -133,13 +135,59 @@ class SeededDraws(TorchFunctionMode):
 
 
 @scope
-def trial_draws() -> Iterator[None]:
-    """Try transforms without taking numbers from the user's generators."""
+def _restored() -> Iterator[None]:
+    """Leave Python's and NumPy's generators as they are now."""
     python = random.getstate()
     numpy = np.random.get_state()
     try:
-        with SeededDraws(0):
-            yield
+        yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@scope
+def trial_draws() -> Iterator[None]:
+    """Try transforms without taking numbers from the user's generators."""
+    with _restored(), SeededDraws(0):
+        yield
+
+
+def owns_generators() -> bool:
+    """Whether nobody else takes numbers from NumPy's and Python's generators meanwhile.
+
+    All threads of a process share these. A worker process of a DataLoader has one thread that reads
+    samples; in the loop's process the training thread may sample at any moment.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and get_worker_info() is not None
+
+
+@scope
+def seeded_everywhere(seed: int) -> Iterator[None]:
+    """Take the random numbers of torch, NumPy and Python from ``seed``, and restore all three.
+
+    For a thread that :func:`owns_generators`, or that tries something.
+    """
+    with _restored(), SeededDraws(seed):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
+
+
+@scope
+def draws_of_worker(seed: int) -> Iterator[None]:
+    """The same numbers as in :func:`seeded_everywhere`, for a worker that owns its generators.
+
+    A function mode would cost each call of torch 2 us, and a transform of boxes calls it a thousand
+    times.
+    """
+    state = torch.get_rng_state()
+    with _restored():
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
