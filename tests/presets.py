@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import numpy as np
 import torch
-from pictures import draw, encode_jpeg
+from pictures import draw, encode
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import datasets, tv_tensors
@@ -88,6 +88,7 @@ def detection(name):
             v2.RandomIoUCrop(),
             flip,
         ],
+        "distort": [v2.RandomPhotometricDistort(), v2.RandomZoomOut(fill), flip],
         "ssdlite": [v2.RandomIoUCrop(), flip],
         "eval": [],
     }[name]
@@ -124,11 +125,11 @@ def write_coco(root, count, shapes):
     images, annotations = [], []
     for i in range(count):
         height, width = shapes[i % len(shapes)]
-        (root / f"{i}.jpg").write_bytes(encode_jpeg(draw(height, width, seed=i), quality=95))
-        images.append({"id": i, "file_name": f"{i}.jpg", "height": height, "width": width})
+        (root / f"{i}.png").write_bytes(encode(draw(height, width, seed=i), "PNG"))
+        images.append({"id": i, "file_name": f"{i}.png", "height": height, "width": width})
         rng = np.random.default_rng(i)
         for _ in range(0 if i == 5 else 1 + i % 3):
-            w, h = rng.uniform(0.2, 0.6, 2) * (width, height)
+            w, h = rng.uniform(0.4, 0.9, 2) * (width, height)
             x, y = rng.uniform(0, 1, 2) * (width - w, height - h)
             corners = [x, y, x + w, y, x + w, y + h, x, y + h]
             annotations.append(
@@ -159,8 +160,8 @@ def write_voc(root, count, shapes):
         (base / name).mkdir(parents=True)
     for i in range(count):
         height, width = shapes[i % len(shapes)]
-        file = encode_jpeg(draw(height, width, seed=i), quality=95)
-        (base / "JPEGImages" / f"{i}.jpg").write_bytes(file)
+        file = encode(draw(height, width, seed=i), "PNG")
+        (base / "JPEGImages" / f"{i}.jpg").write_bytes(file)  # PIL goes by what is in it
         classes = np.random.default_rng(i).integers(0, 21, (-(-height // 8), -(-width // 8)))
         mask = np.kron(classes, np.ones((8, 8))).astype(np.uint8)[:height, :width]
         Image.fromarray(mask).save(base / "SegmentationClass" / f"{i}.png")

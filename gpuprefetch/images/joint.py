@@ -151,6 +151,7 @@ def _carried_out(image: EncodedImage, size: Size, seed: int, launch: Head) -> _S
             f"{name_of(image.index, image.path)} did not go through the transform of its dataset, "
             "as the others do."
         )
+    _refuse_other_size(image, joint, size)
     draws = draws_of_worker(seed) if owns_generators() else SeededDraws(seed)
     try:
         with draws:
@@ -191,6 +192,19 @@ def _made_up(image: EncodedImage, size: Size, result: Size, launch: Head) -> _Se
                 beside = carried_out(joint, made_for, converts=True).beside
     (sampling,) = each_of(Sampling.identity([size]).resize(np.array([result], np.float64)))
     return _Settled(sampling, (), beside)
+
+
+def _refuse_other_size(image: EncodedImage, joint: Joint, size: Size) -> None:
+    """Refuse boxes, masks and points for a picture of another size."""
+    for follower in select(joint.beside, _is_follower):
+        canvas = tuple(getattr(follower, "canvas_size", follower.shape[-2:]))
+        if canvas != size:
+            raise ValueError(
+                f"{type(follower).__name__} is for a picture of {' x '.join(map(str, canvas))} "
+                f"(height x width), but {name_of(image.index, image.path)} has "
+                f"{size[0]} x {size[1]}. If that is the picture as its EXIF orientation turns it, "
+                "leave apply_exif=True out."
+            )
 
 
 def _is_follower(leaf: object) -> bool:

@@ -161,7 +161,7 @@ class Recording:
         colors = (head.fill, head.mask_fill) == (launch.fill, launch.mask_fill)
         filters = _filter_of(head) == _filter_of(launch)
         constants = _are_close(head.mean, launch.mean) and _are_close(head.std, launch.std)
-        return (colors or not padded) and (filters or not resized) and constants
+        return bool((colors or not padded) and (filters or not resized) and constants)
 
 
 def _are_close(some: list[float] | None, others: list[float] | None) -> bool:
@@ -184,7 +184,7 @@ def _fuses(call: Call) -> bool:
         return False
     if resizes and not _is_filter(how):
         return False
-    return given.get("padding_mode", "constant") == "constant"
+    return bool(given.get("padding_mode", "constant") == "constant")
 
 
 def _is_filter(how: Interpolation) -> bool:

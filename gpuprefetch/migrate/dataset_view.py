@@ -67,16 +67,18 @@ def own_transforms(dataset: Dataset) -> list[str]:
         return ["transform"]
     own: dict[str, object] = getattr(dataset, "__dict__", {})
     names = [name for name in own if not name.startswith("target")]
-    return [name for name in names if _is_pipeline(own[name])] or [
-        name for name in names if _takes_several(own[name], name)
-    ]
+    found = [name for name in names if _is_pipeline(own[name])]
+    if not found:
+        found = [name for name in names if _takes_several(own[name], name)]
+    return ["transforms"] if "transforms" in found else found
 
 
 def _takes_several(value: object, name: str) -> bool:
     """Whether a value may be a transform of a picture and its target, which is anybody's own."""
     from torchvision.datasets.vision import StandardTransform
 
-    if name != "transforms" and not isinstance(value, FunctionType):
+    is_function = isinstance(value, FunctionType) and not name.startswith("_")
+    if name != "transforms" and not is_function:
         return False
     if not callable(value) or isinstance(value, (type, StandardTransform)):
         return False

@@ -218,11 +218,13 @@ def takes_several(dataset: Any) -> bool:
         with trial_draws():
             view_of(dataset, _catch)[0]
     except _Caught as caught:
-        picture, *others = caught.args
-        if hasattr(picture, "close"):
-            picture.close()  # which PIL may not have read yet
-        return bool(others)
-    except Exception:  # another error tells of it
+        for picture in caught.args:  # PIL may not have read it yet
+            if callable(close := getattr(picture, "close", None)):
+                close()
+        return len(caught.args) > 1
+    except OSError:
+        raise  # a file that is not there
+    except Exception:  # the error that the dataset has met before tells more
         return False
     return False
 
