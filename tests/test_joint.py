@@ -148,7 +148,7 @@ def test_a_plan_says_what_is_fused(root):
         return {step.name: step.where for step in plan.steps}
 
     fused = steps("lsj")
-    moves = ("ScaleJitter", "Cut", "RandomHorizontalFlip", "ToDtype")
+    moves = ("ScaleJitter", "FixedSizeCrop", "RandomHorizontalFlip", "ToDtype")
     assert {fused[name] for name in moves} == {"fused launch"}
     assert fused["SanitizeBoundingBoxes"] == "worker CPU"
     apart = steps("ssd")
@@ -189,7 +189,7 @@ def by_hand(image, mask):
         image, mask = v1.pad(image, padding), v1.pad(mask, padding, fill=255)
     part = v2.RandomCrop.get_params(image, (40, 40))
     image, mask = v1.crop(image, *part), v1.crop(mask, *part)
-    image = v1.normalize(v1.to_tensor(image), presets.MEAN, presets.STD)
+    image = v1.normalize(v1.to_tensor(image), presets.references.MEAN, presets.STD)
     return image, torch.as_tensor(np.array(mask), dtype=torch.int64)
 
 

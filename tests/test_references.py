@@ -1,0 +1,74 @@
+"""The recipes of torchvision's references: they train as before, and go on within an epoch."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("pycocotools")
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "references"
+SMALL = {
+    "detection": ["--augmentation", "multiscale", "--model", "ssdlite320_mobilenet_v3_large"],
+    "segmentation": [],
+}
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # pycocotools
+]
+
+
+@pytest.fixture(scope="module")
+def train():
+    """The script as a module, for this file only: other folders have a train.py too."""
+    path, loaded = list(sys.path), set(sys.modules)
+    sys.path.insert(0, str(EXAMPLE))
+    yield importlib.import_module("train")
+    sys.path[:] = path
+    for name in {"train", "presets", "scenes", "draw"} - loaded:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("task", SMALL)
+def test_it_trains_as_before_and_goes_on(train, task, tmp_path, capsys):
+    root = tmp_path / "drawn"
+    train.draw(task, root, 10)
+    arguments = [task, str(root), *SMALL[task], "--side", "64", "--workers", "0"]
+    arguments += ["--batch-size", "3"]
+
+    whole = train.main(arguments)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == whole
+    assert whole["steps"] == 3 and all(loss > 0 for loss in whole["losses"])
+
+    checkpoint = ["--checkpoint", str(tmp_path / "checkpoint.pt")]
+    stopped = train.main([*arguments, *checkpoint, "--limit-steps", "1"])
+    assert stopped["losses"] == whole["losses"][:1]
+    resumed = train.main([*arguments, *checkpoint])
+    assert resumed["losses"] == pytest.approx(whole["losses"], rel=1e-4)
+
+    plain = train.main([*arguments, "--plain"])  # the same pictures, with other random parameters
+    assert plain["steps"] == 3
+    for loss, other in zip(whole["losses"], plain["losses"], strict=True):
+        assert loss == pytest.approx(other, rel=0.5)
+
+
+@pytest.mark.parametrize("task", SMALL)
+def test_the_loop_gets_what_it_got(train, task, tmp_path):
+    root = tmp_path / "drawn"
+    train.draw(task, root, 6)
+    arguments = [task, str(root), "--side", "64", "--workers", "0", "--batch-size", "2"]
+    loaders = [
+        train.build_loader(train.parse_args([*arguments, *way])) for way in ([], ["--plain"])
+    ]
+    (images, targets), (want, want_targets) = (next(iter(loader)) for loader in loaders)
+    assert type(images) is type(want) and type(targets) is type(want_targets)
+    assert {image.dtype for image in images} == {torch.float32}
+    if task == "detection":
+        assert [*targets[0]] == [*want_targets[0]]
+        assert all(type(target["boxes"]) is torch.Tensor for target in targets)
+    else:
+        assert (targets.dtype, targets.shape) == (want_targets.dtype, want_targets.shape)
