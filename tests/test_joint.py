@@ -5,8 +5,8 @@ import random
 from functools import partial
 
 import numpy as np
-import presets
 import pytest
+import small_presets as presets
 import torch
 from fakes import leaves
 from PIL import Image
@@ -217,6 +217,17 @@ def test_a_function_of_a_picture_and_its_mask_moves(root):
             assert (image - want).abs().max() <= LEVEL / min(presets.STD)
             seen += 1
     assert seen == COUNT
+
+
+def test_pythons_numbers_are_those_of_the_sample_in_a_worker(root):
+    loader = DataLoader(Scenes(root, by_hand), 4, shuffle=True, num_workers=1)
+    prefetcher = moved(loader, seed=1)
+    batches = iter(prefetcher)
+    next(batches)
+    state = prefetcher.state_dict()
+    rest = [*batches]
+    prefetcher.load_state_dict(state)
+    assert_equal([*prefetcher], rest)
 
 
 def test_pictures_that_were_read_as_tensors_move(root):

@@ -68,7 +68,9 @@ def accelerate(
             decoded by the dataset, in the workers: PIL images, uint8 arrays ``(H, W, 3)`` for a
             pipeline that begins with ``ToTensor`` or ``ToImage``, and whatever a ``ToPILImage`` at
             its beginning takes. The pipeline must make three channels of each. The loader is left
-            alone.
+            alone. A transform that gets the picture and its target, as those of torchvision's
+            references do, runs in the workers without the pixels, and must be made of torchvision's
+            functions; boxes, masks and labels are what it makes of them.
         keep_unknown: whether ops that no library knows, and others that cannot move, stay in the
             workers, with all ops before them and up to the crop. The workers then decode every file
             themselves. By default such an op runs on the device, image by image, where it gets
