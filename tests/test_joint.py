@@ -9,6 +9,7 @@ import pytest
 import small_presets as presets
 import torch
 from fakes import leaves
+from pictures import draw, encode_jpeg
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision import tv_tensors
@@ -23,8 +24,8 @@ from gpuprefetch.transforms.random import SeededDraws
 SHAPES = [(60, 90), (75, 50), (33, 100), (120, 80), (64, 64)]
 COUNT = 20
 # Of each preset. 200 were compared with GPUPREFETCH_SAMPLES=200, which needs a minute.
-SAMPLES = int(os.environ.get("GPUPREFETCH_SAMPLES", 40))
-FEW = SAMPLES * 3 // 10  # RandomIoUCrop tries a thousand parts for some
+SAMPLES = int(os.environ.get("GPUPREFETCH_SAMPLES", 24))
+FEW = SAMPLES // 6  # RandomIoUCrop tries a thousand parts for some
 LEVEL = 1.01 / 255
 
 pytestmark = [
@@ -428,6 +429,24 @@ def test_what_the_transform_promised_is_not_there_yet(root):
         moved(DataLoader(Counted(root, transform), 1))
     fixed = Scenes(root, lambda image, mask: (END(image), torch.as_tensor(np.array(mask)).sum()))
     assert len([*moved(DataLoader(fixed, 1, collate_fn=presets.zipped))]) == COUNT
+
+
+def test_a_preview_shows_it_and_parity_says_why_not(root):
+    loader = DataLoader(presets.voc(root / "voc", presets.segmentation("train")), 4)
+    assert moved(loader).preview(2) is not None
+    with pytest.raises(TypeError, match=r"explain\(loader\) says where each op runs"):
+        gpuprefetch.parity(loader, 4, device="cpu")
+    assert "PadIfSmaller" in gpuprefetch.explain(loader)
+
+
+def test_boxes_for_the_picture_as_exif_turns_it_are_refused(tmp_path):
+    presets.write_coco(tmp_path / "coco", 2, [(40, 60)])
+    data = encode_jpeg(draw(40, 60, seed=1), orientation=6, quality=95)
+    (tmp_path / "coco" / "0.png").write_bytes(data)
+    loader = presets.loader_of(presets.coco(tmp_path / "coco", presets.detection("hflip")))
+    with pytest.raises(ValueError, match=r"has 60 x 40.*leave apply_exif=True out"):
+        list(moved(loader, apply_exif=True))
+    assert len([*moved(loader)]) == 1
 
 
 def test_functions_of_torchvision_are_as_before(root):

@@ -77,8 +77,8 @@ def _takes_several(value: object, name: str) -> bool:
     """Whether a value may be a transform of a picture and its target, which is anybody's own."""
     from torchvision.datasets.vision import StandardTransform
 
-    is_function = isinstance(value, FunctionType) and not name.startswith("_")
-    if name != "transforms" and not is_function:
+    is_named = "transform" in name or "augment" in name
+    if name.startswith("_") or not (is_named or isinstance(value, FunctionType)):
         return False
     if not callable(value) or isinstance(value, (type, StandardTransform)):
         return False
