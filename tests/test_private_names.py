@@ -33,6 +33,7 @@ NAMES = {
     "_initial_iter_for_state_dict": "torchdata.stateful_dataloader:StatefulDataLoader",
     "_is_accelerate_prepared": "accelerate:Accelerator.prepare_data_loader",
     "torchvision.transforms._presets": "torchvision.transforms",
+    "_register_kernel_internal": "torchvision.transforms.v2.functional._utils",
     "RandAugment._AUGMENTATION_SPACE": "torchvision.transforms.v2:RandAugment",
     "AugMix._PARTIAL_AUGMENTATION_SPACE": "torchvision.transforms.v2:AugMix",
     "AutoAugment._policies": "torchvision.transforms.v2:AutoAugment",

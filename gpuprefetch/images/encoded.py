@@ -16,6 +16,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch.images.guard import Encoded, begin_reading
+from gpuprefetch.images.recorded import Call, Joint
 from gpuprefetch.images.slab import Buffer
 from gpuprefetch.transforms.sampling import OneSampling
 
@@ -48,6 +49,9 @@ class EncodedImage(Encoded):
     _apart: bool = field(default=False, init=False, repr=False, compare=False)
     # Its sampling, where that is settled: targets beside it have followed it.
     _sampling: OneSampling | None = field(default=None, init=False, repr=False, compare=False)
+    # What its sample's own transform is still to do, and what the device is to do after the launch.
+    _joint: Joint | None = field(default=None, init=False, repr=False, compare=False)
+    _calls: tuple[Call, ...] = field(default=(), init=False, repr=False, compare=False)
     _fault: str = field(default="", init=False, repr=False, compare=False)  # why it is no image
 
     def __post_init__(self) -> None:
@@ -82,9 +86,15 @@ class EncodedImage(Encoded):
         """Have other bytes, as on the way to another process."""
         self.data = data
 
-    def _settle(self, sampling: OneSampling) -> None:
+    def _settle(self, sampling: OneSampling, calls: tuple[Call, ...] = ()) -> None:
         """Fix its sampling: targets beside it have followed it."""
         self._sampling = sampling
+        self._calls = calls
+        self._joint = None
+
+    def _put_off(self, joint: Joint) -> None:
+        """Note the transform that its dataset has called."""
+        self._joint = joint
 
     def _set_apart(self) -> None:
         """Give it other random parameters than other images of its sample have."""

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpuprefetch.core.nested import Batch, Leaf, map_leaves, select
 from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.images.columns import unstack
 from gpuprefetch.images.job import ImageJob
+from gpuprefetch.images.joint import carry_on
 from gpuprefetch.images.places import is_place, place_views
 from gpuprefetch.images.rows import is_column, refuse_other_rows, take_rows
 from gpuprefetch.images.tail import run_tail
@@ -44,7 +46,7 @@ def finish(
     """
     images = jobs[0].images
     count = len(images)
-    tails = any(view.tail for view in views)
+    tails = any(view.tail for view in views) or any(job.images.who.calls for job in jobs)
     if rows is not None or only is not None:
         refuse_other_rows(batch, images.who.samples)
     if images.targets and tails:
@@ -104,6 +106,8 @@ def _run_tails(
         )
     groups = [jobs] if together else [[job] for job in jobs]
     kept = slice(None) if rows is None else rows.numpy()
+    for job in jobs:
+        _carry_on(job, kept)
     for number, group in enumerate(groups):
         own = derive(seed, number) if number else seed
         keys = group[0].images.who.keys[kept]
@@ -120,6 +124,17 @@ def _run_tails(
             for job, out in zip(group, outs, strict=True):
                 job.replace_result(n, out)
     return batch
+
+
+def _carry_on(job: ImageJob, kept: slice | npt.NDArray[np.int64]) -> None:
+    """Do to its images what the transform of their dataset did, and the launch did not."""
+    who = job.images.who
+    if who.calls:
+        (images,) = job.results
+        assert isinstance(images, list)
+        places = np.arange(len(who.calls))[kept]
+        calls = [who.calls[place] for place in places.tolist()]
+        job.replace_result(0, carry_on(images, calls, who.keys[kept]))
 
 
 def _layouts(job: ImageJob, view: int) -> Sequence[Layout] | None:

@@ -12,12 +12,14 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import get_worker_info
 
+from gpuprefetch.core.nested import select
 from gpuprefetch.images.bad import name_of
 from gpuprefetch.images.division import Made, divide, of_stored, what_to_make
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.header import ImageHeader, blank, decode_cpu
 from gpuprefetch.images.headers import Headers, remark_on_clipped
 from gpuprefetch.images.host_memory import memory_for
+from gpuprefetch.images.joint import settle
 from gpuprefetch.images.plan import lay_out, readable
 from gpuprefetch.images.prepared import (
     Identities,
@@ -32,7 +34,7 @@ from gpuprefetch.images.prepared import (
 from gpuprefetch.images.samples import BatchSamples, Origin, Sample, is_alike, keys_of, own_name
 from gpuprefetch.images.slab import Buffer, into_shared_memory
 from gpuprefetch.images.targets import Followed, Structure, follow
-from gpuprefetch.images.walk import walk
+from gpuprefetch.images.walk import is_image, walk
 from gpuprefetch.lists.refused import require_fixed_size
 from gpuprefetch.policies.policy import Policy
 from gpuprefetch.transforms.head import Head
@@ -372,12 +374,14 @@ class Packing:
         if sizes:
             heads = [head.sized(size) for head, size in zip(packer.heads, sizes, strict=True)]
             packer = replace(packer, heads=tuple(heads))
+        calls = [image._calls for image in images]
         who = Identities(
             indices=np.array([image.index for image in images], dtype=np.int64),
             names=np.array([sample.name for sample in samples], dtype=np.int64),
             keys=keys,
             paths=[image.path for image in images],
             samples=self._samples.positions(images),
+            calls=calls if any(calls) else (),
         )
         packed, decoding = packer.pack(images, headers, rows, who, self._share)
         plan, ends = packer.plan(packed)
@@ -428,6 +432,8 @@ class Packing:
             return Followed(each_of(sampling), headers.sizes, headers.errors, head.mask_fill)
 
         head, *others = packer.heads
+        if head.is_given and not others:
+            return self._settled(given, names, repeats)
         found = walk(given) if others else None
         if found is not None and found.images and found.followers:
             raise ValueError(
@@ -441,6 +447,20 @@ class Packing:
             self._following = True
             self._samples = BatchSamples(followed, names, repeats)
         return followed
+
+    def _settled(self, given: Structure, names: Sequence[int], repeats: Sequence[int]) -> Structure:
+        """The samples, for which the transforms of their dataset have been carried out."""
+        packer = self._packer
+        images = [leaf for leaf in select(given, is_image) if isinstance(leaf, EncodedImage)]
+        if not images:
+            return given
+        headers = Headers(images, apply_exif=packer.apply_exif)
+        sizes = [(height, width) for height, width in headers.sizes.tolist()]
+        keys = packer.keys(self._samples.of(images))
+        settled = settle(given, images, sizes, headers.errors, keys, packer.heads[0])
+        self._following = True
+        self._samples = BatchSamples(settled, names, repeats)
+        return settled  # type: ignore[return-value]
 
     def _samplings(
         self,

@@ -15,6 +15,7 @@ from gpuprefetch.images.encoded import EncodedImage, EncodedImages
 from gpuprefetch.images.fate import Fate
 from gpuprefetch.images.guard import Encoded
 from gpuprefetch.images.nvjpeg import order_for
+from gpuprefetch.images.recorded import Call as LaterCall
 from gpuprefetch.images.slab import Buffer
 from gpuprefetch.policies.ops_launch import Layout
 from gpuprefetch.transforms.head import Head
@@ -148,6 +149,8 @@ class Identities:
     paths: list[str]
     # The position of each image's sample in the batch; -1 if the collate function made the image.
     samples: list[int]
+    # What the device does to each image after the launch; empty if it does nothing to any.
+    calls: Sequence[tuple[LaterCall, ...]] = ()
 
     def name(self, position: int) -> str:
         """How messages name an image."""

@@ -26,6 +26,7 @@ from gpuprefetch.transforms.sampling import (
     ChosenPlaceOp,
     Fill,
     FlipOp,
+    GivenOp,
     HeadOp,
     JitteredScale,
     RandomCropOp,
@@ -95,6 +96,15 @@ class RandomSize(FusedTransform):
     def __init__(self, op: LibraryOp, interpolation: str) -> None:
         super().__init__(RandomSizeOp(_SIZE_RULES[type(op).__name__](op), interpolation))
         self.__name__ = type(op).__name__
+
+
+class Given(FusedTransform):
+    """A dataset's own transform of pictures and what is beside them: see images/joint.py."""
+
+    def __init__(self, op: GivenOp) -> None:
+        super().__init__(op)
+        self.carries_on = op.dtype is None  # whether calls of it follow the launch
+        self.__name__ = "the dataset's transforms"
 
 
 # What stands for torchvision's resizes that sample a size.

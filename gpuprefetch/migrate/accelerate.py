@@ -19,26 +19,31 @@ from gpuprefetch.core.errors import text_of
 from gpuprefetch.core.loaders import changed
 from gpuprefetch.core.nested import Loader
 from gpuprefetch.core.ranks import rank
-from gpuprefetch.images.apart import is_image
+from gpuprefetch.images.apart import image_of, is_image
 from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.images.handed import to_iterate
 from gpuprefetch.images.options import Keywords
 from gpuprefetch.lists.forms import fixes_size
+from gpuprefetch.lists.fused import Given
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors, without_form
 from gpuprefetch.migrate.dataset_view import stale, view_of, worker_part
 from gpuprefetch.migrate.folders import (
+    Checked,
     Folder,
     chains_of,
     check_sample,
     encoded_view,
     folders_in,
     folders_of,
+    joint_view,
     picture_of,
     pipeline_of,
     refuse_under_way,
+    takes_several,
 )
+from gpuprefetch.migrate.joint import joint_plan
 from gpuprefetch.migrate.stand_ins import TWO_WAYS
 from gpuprefetch.migrate.taken import opened
 from gpuprefetch.migrate.traced import Chain, LeftTraced, name_of_chain
@@ -67,7 +72,9 @@ def accelerate(
             decoded by the dataset, in the workers: PIL images, uint8 arrays ``(H, W, 3)`` for a
             pipeline that begins with ``ToTensor`` or ``ToImage``, and whatever a ``ToPILImage`` at
             its beginning takes. The pipeline must make three channels of each. The loader is left
-            alone.
+            alone. A transform that gets the picture and its target, as those of torchvision's
+            references do, runs in the workers without the pixels, and must be made of torchvision's
+            functions; boxes, masks and labels are what it makes of them.
         keep_unknown: whether ops that no library knows, and others that cannot move, stay in the
             workers, with all ops before them and up to the crop. The workers then decode every file
             themselves. By default such an op runs on the device, image by image, where it gets
@@ -97,23 +104,11 @@ def accelerate(
     folders = folders_of(loader)
     pipeline = pipeline_of(folders)
     refuse_under_way(loader)
-    try:
-        traced = None if keep_unknown else _traced_of(loader.dataset, pipeline, folders)
-        lists = traced.lists() if traced else [pipeline]
-        view = encoded_view(loader.dataset, traced or pipeline, folders)
-        plans = [_plan_of(ops, takes_own=not keep_unknown) for ops in lists]
-        split = _Split([], plans, is_whole=False, traced=traced)
-        objects = traced.objects if traced else ()
-        checked = check_sample(view, loader.dataset, encoded=True, needed=True, objects=objects)
-        split = replace(split, decoder=checked.decoder)
-    except (UnsupportedTransformError, UndecodedError):
-        if not keep_unknown:
-            raise
-        split = _split_late(pipeline, picture_of(loader.dataset))
-        device_transforms = split.moves or _asks_for_transforms(prefetcher_options)
-        view = view_of(loader.dataset, split.worker_transform(marked=device_transforms))
-        checked = check_sample(view, loader.dataset, encoded=False, needed=split.moves)
-    device_transforms = split.moves or _asks_for_transforms(prefetcher_options)
+    adds = _asks_for_transforms(prefetcher_options)
+    view, split, checked = _split_of(
+        loader.dataset, folders, pipeline, keep_unknown=keep_unknown, adds=adds
+    )
+    device_transforms = split.moves or adds
     count = checked.images
     if not split.decodes_on_device and device_transforms and count > 1:
         raise TypeError(
@@ -126,7 +121,7 @@ def accelerate(
         split,
         prefetcher_options,
         view=view,
-        late=knows_image and loader.collate_fn is not default_collate,
+        late=knows_image and (split.carries_on or loader.collate_fn is not default_collate),
     )
     if print_plan and rank() == 0:
         print(prefetcher.describe())
@@ -209,10 +204,62 @@ class _Split:
             for chain, table in tables.items()
         ]
 
+    @property
+    def carries_on(self) -> bool:
+        """Whether calls of the dataset's own transform follow the launch, image by image."""
+        first = next(iter(self.plans[0].transforms), None)
+        return isinstance(first, Given) and first.carries_on
+
     def worker_transform(self, *, marked: bool) -> Transform:
         """What the workers run, if they do not leave files encoded."""
         # A pipeline that ends in pictures has them for the user's collate function.
         return worker_part(self.kept, tensors=marked or not self.is_whole, marked=marked)
+
+
+def _split_of(
+    dataset: Any,
+    folders: Sequence[Folder],
+    pipeline: list[Transform],
+    *,
+    keep_unknown: bool,
+    adds: bool,
+) -> tuple[Any, _Split, Checked]:
+    """The view of a dataset, the split of its pipeline, and what the first sample shows.
+
+    ``adds`` says whether the user's options transform images, beside the pipeline.
+    """
+    try:
+        traced = None if keep_unknown else _traced_of(dataset, pipeline, folders)
+        lists = traced.lists() if traced else [pipeline]
+        view = encoded_view(dataset, traced or pipeline, folders)
+        plans = [_plan_of(ops, takes_own=not keep_unknown) for ops in lists]
+        split = _Split([], plans, is_whole=False, traced=traced)
+        objects = traced.objects if traced else ()
+        checked = check_sample(view, dataset, encoded=True, needed=True, objects=objects)
+        return view, replace(split, decoder=checked.decoder), checked
+    except (UnsupportedTransformError, UndecodedError, TypeError) as error:
+        moves = isinstance(error, (UnsupportedTransformError, UndecodedError))
+        if not takes_several(dataset):
+            if not (keep_unknown and moves):
+                raise
+            split = _split_late(pipeline, picture_of(dataset))
+            view = view_of(dataset, split.worker_transform(marked=split.moves or adds))
+            return view, split, check_sample(view, dataset, encoded=False, needed=split.moves)
+    view = joint_view(dataset, folders)
+    return view, *_joint_split(view, dataset, pipeline)
+
+
+def _joint_split(view: Any, dataset: Any, pipeline: list[Transform]) -> tuple[_Split, Checked]:
+    """For a transform that also gets what is beside the picture, which the workers run."""
+    if not len(view):
+        raise TypeError(
+            f"{type(dataset).__name__} has no sample, which would show what its transform does."
+        )
+    checked = check_sample(view, dataset, encoded=True, needed=True)
+    with trial_draws():
+        image = image_of(view[0])
+    plan = joint_plan(image, pipeline)
+    return _Split([], [plan], is_whole=False, decoder=checked.decoder), checked
 
 
 def _split_late(pipeline: list[Transform], picture: Any) -> _Split:

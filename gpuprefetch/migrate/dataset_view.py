@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MemberDescriptorType, SimpleNamespace
+from types import FunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,7 +67,27 @@ def own_transforms(dataset: Dataset) -> list[str]:
         return ["transform"]
     own: dict[str, object] = getattr(dataset, "__dict__", {})
     names = [name for name in own if not name.startswith("target")]
-    return [name for name in names if _is_pipeline(own[name])]
+    found = [name for name in names if _is_pipeline(own[name])]
+    if not found:
+        found = [name for name in names if _takes_several(own[name], name)]
+    return ["transforms"] if "transforms" in found else found
+
+
+def _takes_several(value: object, name: str) -> bool:
+    """Whether a value may be a transform of a picture and its target, which is anybody's own."""
+    from torchvision.datasets.vision import StandardTransform
+
+    is_named = "transform" in name or "augment" in name
+    if name.startswith("_") or not (is_named or isinstance(value, FunctionType)):
+        return False
+    if not callable(value) or isinstance(value, (type, StandardTransform)):
+        return False
+    try:
+        given = inspect.signature(value).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    needed = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needed) > 1 or any(p.kind is p.VAR_POSITIONAL for p in given)
 
 
 def _has_transform(dataset: Dataset) -> bool:

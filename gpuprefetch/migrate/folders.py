@@ -231,12 +231,36 @@ def chains_of(dataset: Any, traced: LeftTraced, folders: Sequence[Folder]) -> li
     return traced.seen[0]
 
 
+def joint_view(dataset: Any, folders: Sequence[Folder]) -> Any:
+    """The view of a dataset whose transform also gets what is beside the picture."""
+    refuse_second_transforms(dataset)
+    check_loaders(folders)
+    return view_of(dataset, LeftEncoded(Takes.of([]), folders[0].transform))
+
+
+def takes_several(dataset: Any) -> bool:
+    """Whether the transform of a dataset gets more than a picture, for the first sample."""
+    try:
+        with trial_draws():
+            view_of(dataset, _catch)[0]
+    except _Caught as caught:
+        for picture in caught.args:  # PIL may not have read it yet
+            if callable(close := getattr(picture, "close", None)):
+                close()
+        return len(caught.args) > 1
+    except OSError:
+        raise  # a file that is not there
+    except Exception:  # the error that the dataset has met before tells more
+        return False
+    return False
+
+
 class _Caught(BaseException):
     """Carries a picture out of a dataset; no dataset catches it."""
 
 
 def _catch(picture: object, *others: object) -> Any:
-    raise _Caught(picture)
+    raise _Caught(picture, *others)
 
 
 def picture_of(dataset: Any) -> Any:

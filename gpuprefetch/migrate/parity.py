@@ -21,6 +21,7 @@ from gpuprefetch.migrate.folders import (
     encoded_view,
     folders_of,
     pipeline_of,
+    takes_several,
 )
 from gpuprefetch.migrate.taken import opened
 from gpuprefetch.migrate.traced import LeftTraced
@@ -145,6 +146,12 @@ def parity(
     if n < 1:
         raise ValueError(f"n is a number of images, at least 1, got {n!r}.")
     folders = folders_of(loader)
+    if takes_several(loader.dataset):
+        raise TypeError(
+            "parity compares what becomes of pictures alone, and this transform also gets what is "
+            "beside them. accelerate(loader) has compared its first sample with the picture "
+            "itself; gpuprefetch.explain(loader) says where each op runs."
+        )
     pipeline = pipeline_of(folders)
     _, ops = opened(pipeline)
     if (traced := LeftTraced.of_pipeline(pipeline)) is not None:

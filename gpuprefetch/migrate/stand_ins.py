@@ -19,6 +19,7 @@ it then, and torchvision's v2 would return a stand-in as it is.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import operator
 import os
@@ -42,8 +43,11 @@ from gpuprefetch.images.guard import (
     faults,
     is_marked,
 )
+from gpuprefetch.images.header import read_header
+from gpuprefetch.images.joint import Promised
 from gpuprefetch.images.places import ViewPlace
 from gpuprefetch.images.ppm import to_ppm
+from gpuprefetch.images.recorded import Joint
 from gpuprefetch.lists.rgb import Modes
 from gpuprefetch.migrate.taken import BY_HAND, Takes
 
@@ -193,6 +197,16 @@ class Picture(_Attributes, Encoded):
             vars(self).update(vars(real))
             vars(object)["__class__"].__set__(self, type(real))
 
+    def height_and_width(self) -> list[int]:
+        """The size by its header; made up for a bad file, whose sample fails in decode."""
+        if self.touched:
+            return [self.height, self.width]
+        try:
+            header = read_header(self._file.data)
+        except ValueError:
+            return [64, 64]
+        return [header.height, header.width]
+
     @property
     def name(self) -> str:
         return f"the picture {self._file.path!r}" if self._file.path else "a picture"
@@ -292,15 +306,38 @@ class LeftEncoded:
 
     Args:
         takes: what the transform takes.
+        transform: itself, if it also takes what is beside the picture: the workers run it then.
     """
 
-    def __init__(self, takes: Takes) -> None:
+    def __init__(self, takes: Takes, transform: Callable[..., object] | None = None) -> None:
         self.takes = takes
+        self.transform = transform
+        if transform is not None:
+            know_sizes()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.transform is not None:
+            know_sizes()
 
     def __call__(self, *given: object, **named: object) -> object:
+        if self.transform is not None and len(given) > 1 and not named:
+            return self._put_off(self.transform, given)
         result = Result.of(self._image_of(only_argument(given, named)))
         note_result(result)
         return result
+
+    def _put_off(
+        self, transform: Callable[..., object], given: tuple[object, ...]
+    ) -> tuple[object, ...]:
+        """What stands for the results of a transform of a picture and what is beside it."""
+        first, *others = given
+        is_tensor = isinstance(first, torch.Tensor)
+        picture = _picture_of_tensor(first) if isinstance(first, torch.Tensor) else first
+        result = Result.of(self._image_of(picture))
+        result._put_off(Joint(transform, tuple(others), is_tensor))
+        note_result(result)
+        return result, *(Promised(result, number) for number in range(len(others)))
 
     def _image_of(self, given: object) -> EncodedImage:
         """The file of a picture that nothing has touched, and else one of its pixels."""
@@ -339,6 +376,27 @@ def only_argument(given: Sequence[object], named: Mapping[str, object]) -> objec
             "one picture."
         )
     return given[0]
+
+
+@functools.cache
+def know_sizes() -> None:
+    """Let torchvision's functions ask a picture for its size: its wrappers of datasets do."""
+    from torchvision.transforms.v2 import functional as F
+    from torchvision.transforms.v2.functional import _utils
+
+    def size(picture: Picture) -> list[int]:
+        return picture.height_and_width()
+
+    _utils._register_kernel_internal(F.get_size, Picture)(size)
+
+
+def _picture_of_tensor(given: torch.Tensor) -> Image.Image | torch.Tensor:
+    """The picture of a uint8 tensor ``(3, H, W)``, and anything else as it is."""
+    from PIL import Image
+
+    if given.dtype != torch.uint8 or given.dim() != 3 or len(given) != 3:
+        return given
+    return Image.fromarray(given.as_subclass(torch.Tensor).permute(1, 2, 0).numpy())
 
 
 def _described(given: object) -> str:

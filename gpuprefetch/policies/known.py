@@ -61,11 +61,17 @@ def _call(self, img):  # type: ignore[no-untyped-def]
     return self.transforms(img)
 
 
+def _call_with_target(self, img, target):  # type: ignore[no-untyped-def]
+    return self.transforms(img, target)
+
+
 def only_calls_transforms(kind: type) -> bool:
     """Whether a class is called as those of torchvision's references, by its compiled code."""
     own = getattr(kind.__call__, "__code__", None)
-    mine = _call.__code__
-    return own is not None and (own.co_code, own.co_names) == (mine.co_code, mine.co_names)
+    known = [function.__code__ for function in (_call, _call_with_target)]
+    return own is not None and any(
+        (own.co_code, own.co_names) == (code.co_code, code.co_names) for code in known
+    )
 
 
 def name_of(op: object) -> str | None:

@@ -20,6 +20,7 @@ from gpuprefetch.transforms.sampling import (
     FittedResizeOp,
     FlipOp,
     Floats,
+    GivenOp,
     HeadOp,
     LetterboxOp,
     RandomSizeOp,
@@ -59,7 +60,7 @@ def filter_name(interpolation: Interpolation) -> str:
     return str(name)
 
 
-_RESIZES = (ResizedCropOp, ResizeOp, RandomSizeOp, FittedResizeOp, LetterboxOp)
+_RESIZES = (ResizedCropOp, ResizeOp, RandomSizeOp, FittedResizeOp, LetterboxOp, GivenOp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,11 @@ class Head:
     def listed(self) -> Self:
         """The same, whose results of their own sizes are handed over one by one."""
         return replace(self, form=form_of(own_sizes=True)) if self.has_own_sizes else self
+
+    @property
+    def is_given(self) -> bool:
+        """Whether each image says itself how it is sampled."""
+        return any(isinstance(op, GivenOp) for op in self.ops)
 
     @property
     def varies_size(self) -> bool:

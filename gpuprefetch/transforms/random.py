@@ -135,16 +135,22 @@ class SeededDraws(TorchFunctionMode):
 
 
 @scope
-def trial_draws() -> Iterator[None]:
-    """Try transforms without taking numbers from the user's generators."""
+def _restored() -> Iterator[None]:
+    """Leave Python's and NumPy's generators as they are now."""
     python = random.getstate()
     numpy = np.random.get_state()
     try:
-        with SeededDraws(0):
-            yield
+        yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@scope
+def trial_draws() -> Iterator[None]:
+    """Try transforms without taking numbers from the user's generators."""
+    with _restored(), SeededDraws(0):
+        yield
 
 
 def owns_generators() -> bool:
@@ -161,9 +167,27 @@ def owns_generators() -> bool:
 def seeded_everywhere(seed: int) -> Iterator[None]:
     """Take the random numbers of torch, NumPy and Python from ``seed``, and restore all three.
 
-    For a thread that :func:`owns_generators`.
+    For a thread that :func:`owns_generators`, or that tries something.
     """
-    with trial_draws(), SeededDraws(seed):
+    with _restored(), SeededDraws(seed):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         yield
+
+
+@scope
+def draws_of_worker(seed: int) -> Iterator[None]:
+    """The same numbers as in :func:`seeded_everywhere`, for a worker that owns its generators.
+
+    A function mode would cost each call of torch 2 us, and a transform of boxes calls it a thousand
+    times.
+    """
+    state = torch.get_rng_state()
+    with _restored():
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gpuprefetch.transforms.random import Keys, derive, fold, uniform
 
@@ -518,6 +519,42 @@ class ChosenPlaceOp(RandomCropOp):
                 "pixels. Let it give one of that size, or derive it from RandomResizedCrop."
             )
         return start
+
+
+@dataclass(frozen=True, slots=True)
+class PartOp:
+    """A given part of the image, which may reach beyond it: a crop, or padding."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+    fill: Fill | None = None  # of what lies beyond; None for black, and 0 in masks
+    pad: bool = False  # whether anything does
+
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
+        start = np.full_like(sampling.length, (self.top, self.left))
+        return sampling.crop(start, np.full_like(sampling.length, (self.height, self.width)))
+
+
+@dataclass(frozen=True, slots=True)
+class GivenOp:
+    """What each image says itself: a worker has run the dataset's own transform for it.
+
+    ``dtype`` is that of the results, None where other calls come after the launch.
+    """
+
+    interpolation: str = "bilinear"
+    antialias: bool = True
+    fill: Fill | None = None
+    pad: bool = True
+    dtype: torch.dtype | None = None
+
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
+        raise ValueError(
+            "The transform of the dataset runs on samples of the dataset, and these images are of "
+            "none. Give their loader to accelerate(loader)."
+        )
 
 
 def _refuse_small(sampling: Sampling, room: Floats, size: Size, name: str) -> None:

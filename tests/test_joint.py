@@ -1,0 +1,470 @@
+"""A dataset's own transform of a picture and its target: moved as it is, with the same draws."""
+
+import os
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import small_presets as presets
+import torch
+from fakes import leaves
+from pictures import draw, encode_jpeg
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchvision import tv_tensors
+from torchvision.transforms import functional as v1
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
+
+import gpuprefetch
+from gpuprefetch import accelerate
+from gpuprefetch.transforms.random import SeededDraws
+
+SHAPES = [(60, 90), (75, 50), (33, 100), (120, 80), (64, 64)]
+COUNT = 20
+# Of each preset. 200 were compared with GPUPREFETCH_SAMPLES=200, which needs a minute.
+SAMPLES = int(os.environ.get("GPUPREFETCH_SAMPLES", 24))
+FEW = SAMPLES // 6  # RandomIoUCrop tries a thousand parts for some
+LEVEL = 1.01 / 255
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # pycocotools
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("presets")
+    presets.write_coco(root / "coco", COUNT, SHAPES)
+    presets.write_voc(root / "voc", COUNT, SHAPES)
+    return root
+
+
+class Noted:
+    """A transform that says in its target what it has drawn from, so that it can be repeated."""
+
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __call__(self, image, target):
+        seed = int(torch.randint(2**31, ()))
+        with SeededDraws(seed):
+            image, target = self.transform(image, target)
+        return image, {"seed": seed, "target": target}
+
+
+def coco(root, transform, **options):
+    dataset = presets.coco(root / "coco", transform, **options)
+    return Subset(dataset, [i for i in range(COUNT) if i != 5])  # which has no objects
+
+
+def moved(loader, **options):
+    return accelerate(loader, **{"device": "cpu", "print_plan": False} | options)
+
+
+def assert_equal(got, want):
+    """The same values of the same types."""
+    got, want = [*leaves(got)], [*leaves(want)]
+    assert [*map(type, got)] == [*map(type, want)]
+    for one, other in zip(got, want, strict=True):
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+        else:
+            assert one == other
+
+
+def compare(dataset, transform, plain, tolerance, samples):
+    """Move a loader over a dataset; each sample against ``plain`` with the same random numbers."""
+    prefetcher = moved(presets.loader_of(dataset(Noted(transform)), shuffle=True), seed=0)
+    raw = {sample[1]["image_id"]: sample for sample in map(dataset(None).__getitem__, range(19))}
+    seen = 0
+    while seen < samples:
+        for images, targets in prefetcher:
+            for image, noted in zip(images, targets, strict=True):
+                picture, target = raw[noted["target"]["image_id"]]
+                with SeededDraws(noted["seed"]):
+                    want, want_target = transform(plain(picture), target)
+                assert_equal(noted["target"], want_target)
+                assert image.shape == want.shape and image.dtype == want.dtype
+                assert_close(image, want, tolerance)
+                seen += 1
+
+
+def assert_close(image, want, tolerance):
+    """Within a tolerance. PIL rounds twice in a resize: a pixel of a million is two levels off."""
+    difference = (image - want).abs()
+    assert difference.max() <= 2 * tolerance
+    assert (difference > tolerance).float().mean() < 1e-3
+
+
+DETECTION = {"hflip": 1e-6, "lsj": LEVEL, "multiscale": LEVEL, "ssd": 1e-6, "ssdlite": 1e-6}
+
+
+@pytest.mark.parametrize("name", DETECTION)
+def test_the_detection_presets_move(root, name):
+    samples = FEW if name.startswith("ssd") and SAMPLES < 200 else SAMPLES
+    transform = presets.detection(name)
+    # Colors of PIL images are not those of tensors, in torchvision itself.
+    plain = v2.ToImage() if name == "ssd" else lambda picture: picture
+    compare(partial(coco, root), transform, plain, DETECTION[name], samples)
+
+
+def test_the_preset_of_evaluation_gives_the_same(root):
+    loader = presets.loader_of(coco(root, presets.detection("eval")))
+    for (images, targets), (want, want_targets) in zip(moved(loader), loader, strict=True):
+        assert_equal(targets, want_targets)
+        for one, other in zip(images, want, strict=True):
+            assert (one - other).abs().max() <= 1e-6
+
+
+def seeded(transform, image, target):
+    """The same for targets that torch's collate function is to stack."""
+    image, noted = Noted(transform)(image, target)
+    return image, (noted["target"], noted["seed"])
+
+
+@pytest.mark.parametrize("name", ["train", "eval"])
+def test_the_segmentation_presets_move(root, name):
+    transform = presets.segmentation(name)
+    dataset = presets.voc(root / "voc", partial(seeded, transform))
+    raw = presets.voc(root / "voc", None)
+    prefetcher = moved(DataLoader(dataset, 4), seed=0)
+    seen = 0
+    while seen < (SAMPLES if name == "train" else COUNT):
+        for images, (masks, seeds) in prefetcher:
+            assert masks.dtype == torch.int64 and images.dtype == torch.float32
+            for image, mask, seed in zip(images, masks, seeds.tolist(), strict=True):
+                with SeededDraws(seed):
+                    want, want_mask = transform(*raw[seen % COUNT])
+                assert torch.equal(mask, want_mask)
+                assert_close(image, want, LEVEL / min(presets.STD))
+                seen += 1
+
+
+def test_a_plan_says_what_is_fused(root):
+    def steps(name):
+        plan = moved(presets.loader_of(coco(root, presets.detection(name)))).plan
+        return {step.name: step.where for step in plan.steps}
+
+    fused = steps("lsj")
+    moves = ("ScaleJitter", "FixedSizeCrop", "RandomHorizontalFlip", "ToDtype")
+    assert {fused[name] for name in moves} == {"fused launch"}
+    assert fused["SanitizeBoundingBoxes"] == "worker CPU"
+    apart = steps("ssd")
+    moves = ("RandomPhotometricDistort", "RandomIoUCrop", "RandomHorizontalFlip", "ToDtype")
+    assert {apart[name] for name in moves} == {"image by image, as it was sampled"}
+
+
+# --- other datasets -----------------------------------------------------------------------------
+
+
+class Scenes(Dataset):
+    """Pictures and masks, as many write it: the transform gets both."""
+
+    def __init__(self, root, transform, read=None):
+        self.root = root / "voc" / "VOCdevkit" / "VOC2012"
+        self.joint = transform
+        self.read = read or (lambda path: Image.open(path).convert("RGB"))
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, index):
+        image = self.read(self.root / "JPEGImages" / f"{index}.jpg")
+        mask = Image.open(self.root / "SegmentationClass" / f"{index}.png")
+        return self.joint(image, mask)
+
+
+def by_hand(image, mask):
+    """A function of torchvision's first functional module, with Python's random numbers."""
+    size = random.randint(24, 90)
+    image = v1.resize(image, size)
+    mask = v1.resize(mask, size, interpolation=v1.InterpolationMode.NEAREST)
+    if random.random() < 0.5:
+        image, mask = v1.hflip(image), v1.hflip(mask)
+    width, height = image.size
+    if min(image.size) < 40:
+        padding = (0, 0, max(40 - width, 0), max(40 - height, 0))
+        image, mask = v1.pad(image, padding), v1.pad(mask, padding, fill=255)
+    part = v2.RandomCrop.get_params(image, (40, 40))
+    image, mask = v1.crop(image, *part), v1.crop(mask, *part)
+    image = v1.normalize(v1.to_tensor(image), presets.references.MEAN, presets.STD)
+    return image, torch.as_tensor(np.array(mask), dtype=torch.int64)
+
+
+def seeded_by_hand(image, mask):
+    seed = int(torch.randint(2**31, ()))
+    random.seed(seed)
+    with SeededDraws(seed):
+        image, mask = by_hand(image, mask)
+    return image, (mask, seed)
+
+
+def test_a_function_of_a_picture_and_its_mask_moves(root):
+    loader = DataLoader(Scenes(root, seeded_by_hand), 4)
+    before = random.getstate()
+    prefetcher = moved(loader, seed=1)
+    assert random.getstate() == before
+    raw = Scenes(root, lambda image, mask: (image, mask))
+    seen = 0
+    for images, (masks, seeds) in prefetcher:
+        for image, mask, seed in zip(images, masks, seeds.tolist(), strict=True):
+            random.seed(seed)
+            with SeededDraws(seed):
+                want, want_mask = by_hand(*raw[seen])
+            assert torch.equal(mask, want_mask)
+            assert (image - want).abs().max() <= LEVEL / min(presets.STD)
+            seen += 1
+    assert seen == COUNT
+
+
+def test_pythons_numbers_are_those_of_the_sample_in_a_worker(root):
+    loader = DataLoader(Scenes(root, by_hand), 4, shuffle=True, num_workers=1)
+    prefetcher = moved(loader, seed=1)
+    batches = iter(prefetcher)
+    next(batches)
+    state = prefetcher.state_dict()
+    rest = [*batches]
+    prefetcher.load_state_dict(state)
+    assert_equal([*prefetcher], rest)
+
+
+def test_pictures_that_were_read_as_tensors_move(root):
+    """As in torchvision's tutorial: the dataset reads a tensor, and wraps it."""
+
+    def transform(image, mask):
+        assert isinstance(image, tv_tensors.Image)
+        image, mask = v2.RandomHorizontalFlip(1.0)(image, tv_tensors.Mask(mask))
+        return F.to_dtype(image, torch.float32, scale=True), mask
+
+    def read(path):
+        with Image.open(path) as image:
+            return tv_tensors.Image(image)
+
+    loader = presets.loader_of(Scenes(root, transform, read))
+    prefetcher = moved(loader)
+    assert prefetcher.decoding.startswith("the dataset, in the workers")
+    for (images, masks), (want, want_masks) in zip(prefetcher, loader, strict=True):
+        assert_equal(masks, want_masks)
+        for one, other in zip(images, want, strict=True):
+            assert (one - other).abs().max() <= 1e-6
+
+
+def opposite(op):
+    """A transform with a flip by PIL's own method before an op."""
+
+    def transform(image, mask):
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        mask = mask.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return op(image), torch.as_tensor(np.array(mask))
+
+    return transform
+
+
+END = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+OPS = {
+    "nothing": END,
+    "levels": v2.PILToTensor(),
+    "a resize": v2.Compose([v2.Resize((40, 50)), END]),
+    "the nearest pixel": v2.Compose([v2.Resize((64, 64), v2.InterpolationMode.NEAREST), END]),
+    "bicubic, and a part": v2.Compose(
+        [v2.Resize(60, v2.InterpolationMode.BICUBIC), v2.CenterCrop((50, 77)), END]
+    ),
+    "a part that is resized": v2.Compose([v2.RandomResizedCrop(32, antialias=True), END]),
+    "padding, then a resize": v2.Compose([v2.Pad((3, 5), fill=9), v2.Resize((30, 40)), END]),
+    "two resizes": v2.Compose([v2.Resize(30), v2.Resize((40, 50)), END]),
+    "colors after a resize": v2.Compose([v2.Resize((30, 40)), v2.ColorJitter(0.5), END]),
+    "a rotation": v2.Compose([v2.RandomRotation(20), END]),
+    "half precision": v2.Compose([END, v2.ToDtype(torch.half)]),
+    "of PIL": v2.Lambda(lambda image: END(image.resize((50, 40)).crop((4, 3, 44, 35)))),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_what_is_done_to_a_picture_is_done_to_it(root, name):
+    transform = opposite(OPS[name])
+    loader = DataLoader(Subset(Scenes(root, transform), [0, 3]), 1)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        prefetcher = moved(loader)
+        for (images, masks), (want, want_masks) in zip(prefetcher, loader, strict=True):
+            assert torch.equal(masks, want_masks)
+            assert images.dtype == want.dtype and images.shape == want.shape
+            if name not in ("a part that is resized", "colors after a resize", "a rotation"):
+                level = 1.01 if images.dtype == torch.uint8 else 2.1 / 255
+                assert (images.float() - want.float()).abs().max() <= level
+
+
+# --- in an epoch --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["lsj", "distort"])
+def test_an_epoch_goes_on_from_a_state(root, name, workers):
+    dataset = Subset(coco(root, presets.detection(name)), range(10))
+    loader = presets.loader_of(dataset, shuffle=True, num_workers=workers)
+    prefetcher = moved(loader, seed=3)
+    batches = iter(prefetcher)
+    next(batches)
+    state = prefetcher.state_dict()
+    rest = [*batches]
+    prefetcher.load_state_dict(state)
+    assert_equal([*prefetcher], rest)
+
+
+def test_the_draws_are_those_of_seed_epoch_and_sample(root):
+    dataset = coco(root, presets.detection("multiscale"))
+
+    def epoch(prefetcher):
+        samples = [pair for batch in prefetcher for pair in zip(*batch, strict=True)]
+        return {target["image_id"]: (image, target) for image, target in samples}
+
+    one = moved(presets.loader_of(dataset, batch_size=3), seed=3)
+    other = moved(presets.loader_of(dataset, batch_size=5, num_workers=2, shuffle=True), seed=3)
+    first, second = epoch(one), epoch(one)
+    for number, sample in epoch(other).items():
+        assert_equal(first[number], sample)
+    assert any(first[n][0].shape != second[n][0].shape for n in first)
+
+
+@pytest.mark.parametrize("name", ["lsj", "distort"])
+def test_bad_files_take_their_targets_along(root, tmp_path, name):
+    presets.write_coco(tmp_path / "coco", 4, SHAPES)
+    file = tmp_path / "coco" / "2.png"
+    for data in (b"none", file.read_bytes()[:300])[: 2 if name == "lsj" else 1]:
+        loader = presets.loader_of(presets.coco(tmp_path / "coco", presets.detection(name)))
+        good = moved(Subset_of(loader, [0, 1, 3]), seed=2)
+        file.write_bytes(data)
+        with pytest.raises(gpuprefetch.BadImageError, match=r"2\.png"):
+            list(moved(loader))
+        ((images, targets),) = moved(loader, on_error="skip", seed=2)
+        assert [target["image_id"] for target in targets] == [0, 1, 3]
+        ((want, want_targets),) = good
+        for i in range(2):  # their numbers in the datasets are the same
+            assert_equal([images[i], targets[i]], [want[i], want_targets[i]])
+        (replaced,) = moved(loader, on_error="replace", seed=2)
+        assert len(replaced[0]) == len(replaced[1]) == 4
+
+
+def Subset_of(loader, indices):
+    return presets.loader_of(Subset(loader.dataset, indices))
+
+
+# --- what does not move -------------------------------------------------------------------------
+
+
+def looks(image, mask):
+    return END(image) * float(np.array(image).mean() > 100), torch.as_tensor(np.array(mask))
+
+
+def sums(image, mask):
+    image = END(image)
+    return image - image.mean(), torch.as_tensor(np.array(mask))
+
+
+def loses(image, mask):
+    return END(image)
+
+
+def stays(image, mask):
+    return image, torch.as_tensor(np.array(mask))
+
+
+def enhanced(image, mask):
+    from PIL import ImageEnhance
+
+    return END(ImageEnhance.Color(image).enhance(0.5)), torch.as_tensor(np.array(mask))
+
+
+def told_apart(image, mask):
+    """What it does depends on the kind of its picture."""
+    flip = type(image) is Image.Image
+    image = v1.hflip(image) if flip else image
+    return END(image), torch.as_tensor(np.array(mask)) + flip
+
+
+REFUSED = {
+    looks: "NumPy needs the pixels",
+    sums: "mean needs the pixels",
+    loses: "it gives a .* for 2 values",
+    stays: r"it gives a PIL image.*add v2\.ToImage\(\)",
+    enhanced: "needs the pixels",
+    told_apart: "something else beside the picture",
+}
+
+
+@pytest.mark.parametrize("transform", REFUSED)
+def test_what_needs_pixels_is_refused(root, transform):
+    loader = DataLoader(Scenes(root, transform), 1)
+    with pytest.raises(gpuprefetch.UnsupportedTransformError, match=REFUSED[transform]) as caught:
+        moved(loader)
+    assert "DataPrefetcher(loader) moves the batches" in str(caught.value)
+    if transform not in (loses, stays):  # the advice works
+        assert len([*gpuprefetch.DataPrefetcher(loader, device="cpu")]) == COUNT
+
+
+def rare(image, mask):
+    if v1.get_image_size(image) == [50, 75]:  # another than the first one
+        image = v1.adjust_brightness(image, 0.5)
+    return END(image), torch.as_tensor(np.array(mask))
+
+
+def test_what_no_trial_has_shown_is_an_error_of_its_sample(root):
+    prefetcher = moved(DataLoader(Scenes(root, rare), 1, collate_fn=presets.zipped))
+    with pytest.raises(ValueError, match=r"1\.jpg' what it did to no sample on trial"):
+        list(prefetcher)
+
+
+class Counted(Scenes):
+    def __getitem__(self, index):
+        image, mask = super().__getitem__(index)
+        return image, mask.sum()
+
+
+def test_what_the_transform_promised_is_not_there_yet(root):
+    transform = opposite(END)
+    with pytest.raises(TypeError, match=r"is used in __getitem__, by \.sum, .*Put that into"):
+        moved(DataLoader(Counted(root, transform), 1))
+    fixed = Scenes(root, lambda image, mask: (END(image), torch.as_tensor(np.array(mask)).sum()))
+    assert len([*moved(DataLoader(fixed, 1, collate_fn=presets.zipped))]) == COUNT
+
+
+def test_a_preview_shows_it_and_parity_says_why_not(root):
+    loader = DataLoader(presets.voc(root / "voc", presets.segmentation("train")), 4)
+    assert moved(loader).preview(2) is not None
+    with pytest.raises(TypeError, match=r"explain\(loader\) says where each op runs"):
+        gpuprefetch.parity(loader, 4, device="cpu")
+    assert "PadIfSmaller" in gpuprefetch.explain(loader)
+
+
+def test_boxes_for_the_picture_as_exif_turns_it_are_refused(tmp_path):
+    presets.write_coco(tmp_path / "coco", 2, [(40, 60)])
+    data = encode_jpeg(draw(40, 60, seed=1), orientation=6, quality=95)
+    (tmp_path / "coco" / "0.png").write_bytes(data)
+    loader = presets.loader_of(presets.coco(tmp_path / "coco", presets.detection("hflip")))
+    with pytest.raises(ValueError, match=r"has 60 x 40.*leave apply_exif=True out"):
+        list(moved(loader, apply_exif=True))
+    assert len([*moved(loader)]) == 1
+
+
+def test_functions_of_torchvision_are_as_before(root):
+    before = v1.hflip, v1.pad, F.to_image, v2.ToDtype.transform
+    list(moved(DataLoader(Scenes(root, by_hand), 4)))
+    assert (v1.hflip, v1.pad, F.to_image, v2.ToDtype.transform) == before
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_the_same(root):
+    for name in ("multiscale", "ssd"):
+        loader = presets.loader_of(coco(root, presets.detection(name)), num_workers=2)
+        for (got, targets), (want, want_targets) in zip(
+            moved(loader, device="cuda", seed=0), moved(loader, seed=0), strict=True
+        ):
+            for one, other in zip(targets, want_targets, strict=True):
+                for key in ("boxes", "labels", "masks"):
+                    assert one[key].is_cuda and torch.equal(one[key].cpu(), other[key])
+            for one, other in zip(got, want, strict=True):
+                assert one.is_cuda and one.shape == other.shape
+                assert ((one.cpu() - other).abs() <= 3.1 / 255).float().mean() >= 0.98
