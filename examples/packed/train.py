@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, Patches, SmartResize
 
-MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+MEAN = (0.5, 0.5, 0.5)
+STD = (0.5, 0.5, 0.5)
 PHOTO_DEFAULTS = {"epochs": 100, "budget": 16384, "dim": 384, "layers": 12, "max_patches": 1024}
 DRAWN_DEFAULTS = {"epochs": 20, "budget": 512, "dim": 96, "layers": 2, "max_patches": 64}
 
