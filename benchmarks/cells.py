@@ -91,6 +91,8 @@ class Machine:
     version: int
     results: dict[str, dict[int, Result]]
     gpu: str | None = None  # a hash of its UUID
+    card: str = ""
+    cores: int = 0
 
     @property
     def rates(self) -> protocol.Rounds:
@@ -203,6 +205,8 @@ def train_cells(documents: list[Document], wanted: int | None = None) -> list[Ce
                 version(document),
                 defaultdict(dict),
                 metadata.get("gpu_uuid_hash"),
+                _short(metadata["gpu"]),
+                r.get("cores", metadata["affinity"]),
             )
             machine = machines.setdefault(document["file"], empty)
             rounds = machine.results[split(r["column"])[0]]
@@ -212,6 +216,12 @@ def train_cells(documents: list[Document], wanted: int | None = None) -> list[Ce
             rounds[number] = r
     cells = [Cell(name, v, list(by_file.values())) for (name, v), by_file in found.items()]
     return sorted(cells, key=Cell.order)
+
+
+def _short(gpu: str | None) -> str:
+    """The name of a card without its maker and memory: ``H100`` for NVIDIA H100 80GB HBM3."""
+    words = (gpu or "CPU").removeprefix("NVIDIA ").split()
+    return " ".join(words[: next((i for i, word in enumerate(words) if "GB" in word), None)])
 
 
 def broken_rules(document: Document) -> list[str]:

@@ -1,6 +1,6 @@
 """Write the result tables and the plot from the JSON under benchmarks/results/.
 
-python benchmarks/table.py           # README.md, benchmarks/README.md and docs/results.svg
+python benchmarks/table.py           # benchmarks/README.md and docs/results.svg
 python benchmarks/table.py --check   # fail where a page does not follow from the JSON
 
 A file of train.py is one machine. Every machine counts. ``--check`` also fails where a file does
@@ -11,6 +11,7 @@ file or is within the noise of its cell (quotes.py).
 import argparse
 import statistics
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -120,7 +121,7 @@ def summary_table(found: list[Cell]) -> str:
     return markdown(header, rows)
 
 
-def front_table(found: list[Cell]) -> str:
+def costs_table(found: list[Cell]) -> str:
     """The cells with every loader, on one machine or several, and what each of them costs."""
     rows = []
     for cell in found:
@@ -355,25 +356,12 @@ def by_version(documents: list[Document]) -> dict[int, list[Document]]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def front_page(documents: list[Document]) -> str:
-    """The block of README.md; "" where nothing has been measured yet."""
-    parts = []
-    for number, found in by_version(documents).items():
-        machines = [d["metadata"]["gpu"] for d in found]
-        counted = ", ".join(f"{machines.count(gpu)} x {gpu}" for gpu in dict.fromkeys(machines))
-        where = f"Files: {counted}. [Every file and command](benchmarks/README.md#results)."
-        note = VERSIONS[number].replace("../docs/", "docs/")
-        parts += [note, front_table(train_cells(found)), where]
-    plot = "![Images per second with each loader](docs/results.svg)"
-    return "\n\n".join([plot, *parts]) if parts else ""
-
-
 def all_results(documents: list[Document]) -> str:
     """The block of benchmarks/README.md."""
     parts = []
     for number, found in by_version(documents).items():
         measured = train_cells(found)
-        tables = [summary_table(measured), machines_table(measured)]
+        tables = [costs_table(measured), summary_table(measured), machines_table(measured)]
         tables += filter(None, [settings_table(found), failures(found)])
         heading = f"### Training, protocol {number}"
         parts += [heading, VERSIONS[number], *tables, caption(found, "results/")]
@@ -412,7 +400,10 @@ def _rate(machine: Machine, column: str) -> float:
 
 
 def draw(found: list[Cell], path: Path) -> None:
-    """Bars of each cell with all loaders: of the machine that is the worst against DALI."""
+    """Bars of each cell with all loaders: of the machine that is the worst against DALI.
+
+    On the left images per second, on the right the CPU seconds that 1,000 images cost.
+    """
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -420,30 +411,48 @@ def draw(found: list[Cell], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     colors = {PLAIN: "#d3c4a4", DALI: "#8aa39b", OURS: "#2a6f4e"}
-    shown = {cell.title: (cell, machines[0]) for cell in found if (machines := whole(cell))}
-    figure, axis = plt.subplots(figsize=(8, 0.75 * len(shown) + 1), layout="constrained")
-    for place, (cell, machine) in enumerate(shown.values()):
+    shown = [(cell, machines[0]) for cell in found if (machines := whole(cell))]
+    height = 0.75 * len(shown) + 1.2
+    figure, (rates, costs) = plt.subplots(
+        1, 2, figsize=(8, height), layout="constrained", sharey=True, width_ratios=(2, 1)
+    )
+    for place, (cell, machine) in enumerate(shown):
         for number, (loader, color) in enumerate(colors.items()):
             at = place + 0.27 * number
             column = cell.plain if loader == PLAIN else loader
-            rate = _rate(machine, column)
             label = "" if place else LABELS[loader]
-            axis.barh(at, rate, 0.26, color=color, label=label)
-            ink = "white" if loader == OURS else "black"
-            axis.text(0, at, f" {rate:,.0f}", va="center", fontsize=8, color=ink)
+            cost = machine.median(column, "cpu_seconds_per_1000_images")
+            for axis, value, text in (
+                (rates, _rate(machine, column), f"{_rate(machine, column):,.0f}"),
+                (costs, cost, f"{cost:.2f}"),
+            ):
+                axis.barh(at, value, 0.26, color=color, label=label if axis is rates else "")
+                ink = "white" if loader == OURS and axis is rates else "black"
+                start = 0 if axis is rates else value
+                axis.text(start, at, f" {text}", va="center", fontsize=8, color=ink)
         if CEILING in machine.results:
             ends = place - 0.16, place + 0.7
-            label = "" if place else "no loading at all"
+            label = "" if any(CEILING in m.results for _, m in shown[:place]) else "no loading"
             at = [_rate(machine, CEILING)] * 2
-            axis.plot(at, ends, "--", color="black", linewidth=1, label=label)
-    names = [f"{cell}\n{Path(m.file).stem}" for cell, (_, m) in shown.items()]
-    axis.set_yticks([place + 0.27 for place in range(len(shown))], names)
-    axis.set(xlabel="images/s")
-    axis.xaxis.set_major_formatter("{x:,.0f}")
-    axis.invert_yaxis()
+            rates.plot(at, ends, "--", color="black", linewidth=1, label=label)
+    titles = [textwrap.fill(cell.title, 32) for cell, _ in shown]
+    names = [f"{name}\n{where(m)}" for name, (_, m) in zip(titles, shown, strict=True)]
+    rates.set_yticks([place + 0.27 for place in range(len(shown))], names)
+    rates.set(xlabel="images/s")
+    rates.xaxis.set_major_formatter("{x:,.0f}")
+    rates.locator_params(axis="x", nbins=5)
+    rates.invert_yaxis()
+    costs.set(xlabel="CPU s per 1,000 images")
+    costs.margins(x=0.15)
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
-    axis.spines[["top", "right"]].set_visible(False)
+    for axis in (rates, costs):
+        axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
+
+
+def where(machine: Machine) -> str:
+    """The card and the cores of a machine, as in ``H100, 16 cores``."""
+    return f"{machine.card}, {machine.cores} cores"
 
 
 def main(words: list[str] | None = None) -> None:
@@ -453,10 +462,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(words)
     documents = read(RESULTS)
-    front = front_page(documents)
-    everything = all_results(documents)
-    pages = {ROOT / "README.md": front, ROOT / "benchmarks" / "README.md": everything}
-    refresh(pages, check=args.check)
+    refresh({ROOT / "benchmarks" / "README.md": all_results(documents)}, check=args.check)
     if args.check:
         complain(documents)
     elif versions := by_version(documents):

@@ -1,6 +1,7 @@
 """The README's first screen: its table follows from the files of results, its picture is drawn."""
 
 import importlib
+import re
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ def test_the_table_of_the_readme_follows_from_the_files(docs, tmp_path):
     front.main(["--check"])
     page = tmp_path / "README.md"
     readme = (ROOT / "README.md").read_text()
-    page.write_text(readme.replace("| ResNet-50 eager, batch 256 | ", "| ResNet-50 | 9"))
+    page.write_text(re.sub(r"(<!-- rates:start -->\n.*\n.*\n\| )", r"\1old ", readme))
     assert page.read_text() != readme
     with pytest.raises(SystemExit, match=r"stale: .* README.md; run docs/front.py"):
         front.main(["--check"], page)
