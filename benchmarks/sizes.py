@@ -64,9 +64,13 @@ def build(column: str, settings: loaders.Settings) -> Any:
     transforms = _transforms(column)
     if column == "torchvision":
         return _Moved(_plain(transforms, settings), settings.device)
-    results = {"padded": "padded", "patches": Patches(14, 2, 2)}.get(column)
-    loader = loaders.data_loader(EncodedImageFolder(settings.data), settings)
-    return DataPrefetcher(loader, device=settings.device, transforms=transforms, results=results)
+    return DataPrefetcher(
+        loaders.data_loader(EncodedImageFolder(settings.data), settings),
+        device=settings.device,
+        transforms=transforms,
+        memory_format=None if column == "patches" else torch.channels_last,
+        results={"padded": "padded", "patches": Patches(14, 2, 2)}.get(column),
+    )
 
 
 def _pairs(samples: list[Any]) -> tuple[list[Any], torch.Tensor]:
@@ -104,7 +108,7 @@ def measure(column: str, settings: dict[str, Any], timing: dict[str, Any]) -> di
         if column == "patches":
             values, grids = images
             pixels.append(float(grids.cpu().prod(1).sum()) * 14 * 14 if len(pixels) < 3 else 0.0)
-            return values, target
+            return values[:, :, None, None], target
         if column == "padded":
             pixels.append(float(images.sizes.prod(1).sum()))
             return images.images, target
