@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from pictures import draw, encode
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -71,6 +72,7 @@ def write_coco(root, count, shapes):
 
 
 def coco(root, transforms, keys=("boxes", "labels", "image_id", "masks")):
+    pytest.importorskip("pycocotools")
     dataset = datasets.CocoDetection(root, root / "instances.json", transforms=transforms)
     return wrap_dataset_for_transforms_v2(dataset, target_keys=keys)
 

@@ -37,6 +37,7 @@ FILES = [
     for seed, (h, w) in enumerate(SHAPES)
 ]
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+LEVEL = 1.1 / 255 / min(STD)  # of 255, after Normalize
 TO_FLOAT = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
 NORMALIZED = [*TO_FLOAT, v2.Normalize(MEAN, STD)]
 LEVEL = 1.01  # of 0 to 255
@@ -589,7 +590,7 @@ def test_a_launch_writes_results_of_their_own_sizes(how):
         (size,) = sampling.length.astype(int).tolist()
         (twin,) = head.resample([picture], sampling.rows(), tuple(size))
         assert one.shape == twin.shape
-        assert (one - twin).abs().max() <= (1.1 / 255 / min(STD) if rounds else 1e-4)
+        assert (one - twin).abs().max() <= (LEVEL if rounds else 1e-4)
 
 
 @pytest.mark.gpu
@@ -609,7 +610,8 @@ def test_a_gpu_makes_the_same_of_pictures_of_their_own_sizes(decoder, budget):
     for (got, _), (images, _) in zip(made, want, strict=True):
         for one, other in zip(got, images, strict=True):
             assert one.is_cuda and one.shape == other.shape
-            assert (one.cpu() - other).abs().max() <= 1e-5
+            # Workers resize pictures without loss themselves, and round to uint8.
+            assert (one.cpu() - other).abs().max() <= (1e-5 if decoder == "cpu" else LEVEL)
 
 
 # --- boxes, masks and points --------------------------------------------------------------------

@@ -53,7 +53,11 @@ def corrupted(wait: bool, record: bool, rounds: int = 10, put=lambda batch: batc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("put", [lambda batch: batch, lambda batch: SimpleNamespace(a=[batch])])
+@pytest.mark.parametrize(
+    "put",
+    [lambda batch: batch, lambda batch: SimpleNamespace(a=[batch]), lambda batch: [*batch[1:]]],
+    ids=["a tensor", "within an object", "views of one block"],
+)
 def test_handoff(put):
     assert corrupted(wait=True, record=True, put=put) == 0
 

@@ -19,7 +19,7 @@ RUN_AHEAD = 1
 # A batch is produced on a side stream and read on whatever stream is current at its hand-over.
 #   1. The current stream waits for the event recorded after the batch's last kernel or copy. The
 #      host does not wait.
-#   2. Every tensor is record_stream()-ed on the current stream. The caching allocator knows just
+#   2. The memory of every tensor is record_stream()-ed on the current stream. The allocator knows
 #      the stream a block was allocated on. Without the mark it gives the block to the next batch as
 #      soon as the caller drops this one, while the queued training step still reads it.
 #   3. A batch that is dropped before it was handed over has no such mark, so the side stream is
@@ -33,9 +33,24 @@ def handoff(batch: Batch, ready: torch.cuda.Event, device: torch.device) -> None
     """Make ``batch`` safe to use on the current stream of ``device``. See Note [Stream handoff]."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(ready)
+    marked = set[int]()
     for part in tensors(batch):
-        if part.is_cuda:
+        if not part.is_cuda:
+            continue
+        block = _block(part)
+        if block is None or block not in marked:
             part.record_stream(stream)
+        if block is not None:
+            marked.add(block)
+
+
+def _block(tensor: torch.Tensor) -> int | None:
+    """The memory of a tensor, so that views of it are marked once; None where that is not known.
+
+    A list of images is hundreds of views of one buffer, and a mark needs microseconds. A subclass
+    may have memory elsewhere.
+    """
+    return tensor.untyped_storage().data_ptr() or None if type(tensor) is torch.Tensor else None
 
 
 def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
