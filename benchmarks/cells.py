@@ -108,6 +108,11 @@ class Machine:
         )
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the time was over before every column had its second round."""
+        return any(len(rounds) < protocol.LEAST_ROUNDS for rounds in self.results.values())
+
+    @property
     def unsettled_starts(self) -> tuple[int, int]:
         """Processes whose rate did not stand still before it was measured, and all of them."""
         flags = [r["settled"] for _, r in self.each() if "settled" in r]
@@ -173,6 +178,8 @@ class Cell:
     @property
     def state(self) -> str:
         """Whether it is settled, in the words of the table."""
+        if self.version > 1 and any(m.is_cut for m in self.machines):
+            return "**cut short**"
         if self.version > 1:
             return "settled" if all(m.settled for m in self.machines) else "**unsettled**"
         starts = [m.unsettled_starts for m in self.machines]
@@ -244,7 +251,10 @@ def broken_rules(document: Document) -> list[str]:
             found.append(f"{cell.title}: no pair of the same column, so no noise")
         few = [c for c, r in machine.results.items() if len(r) < protocol.LEAST_ROUNDS]
         few = [column for column in few if column not in failed]
-        if few:
+        was_cut = len(machine.results.get(TWIN, {})) >= protocol.LEAST_ROUNDS and any(
+            "--stop-after" in command for command in metadata["commands"]
+        )
+        if few and not was_cut:  # the table says of a cell that it was cut short
             found.append(f"{cell.title}: fewer than {protocol.LEAST_ROUNDS} rounds of {few}")
         places: dict[int, list[str]] = defaultdict(list)
         for column, r in sorted(machine.each(), key=lambda each: each[1]["place"]):

@@ -138,7 +138,7 @@ def main(words: list[str] | None = None) -> None:
 
     device = harness.Device()
     document = harness.Document("sizes", args, device, anew=True)
-    document.content["photos"] = photos.photo_facts(args.data, args.files)
+    document.content["photos"] = {"sample": photos.photo_facts(args.data, args.files)}
     timing = {"settle": args.settle, "seconds": args.seconds, "repeats": args.repeats}
     timing["multiple"] = args.workers
     for number in range(args.rounds):

@@ -324,6 +324,23 @@ def views_table(results: list[dict[str, Any]]) -> str:
     return markdown(["views of each image", *means], [["images/s (of one view's)", *row]])
 
 
+def sizes_table(results: list[dict[str, Any]]) -> str:
+    """Images per second of results of their own sizes, and what they cost."""
+    by_column: dict[str, list[Result]] = defaultdict(list)
+    for r in results:
+        if "error" not in r:
+            by_column[r["column"]].append(r)
+    rows = []
+    for column, found in by_column.items():
+        rates = spread([r["images_per_second"]["median"] for r in found])
+        cost = statistics.median(r["cpu_seconds_per_1000_images"] for r in found)
+        first = found[0]
+        kind = f"{column}: `{first['resize']}`"
+        rows.append([kind, f"{first['pixels']:,}", str(first["batch_size"]), rates, f"{cost:.2f}"])
+    header = ["", "pixels of a result", "batch", "images/s", "CPU s per 1,000 images"]
+    return markdown(header, rows)
+
+
 def sweep_table(results: list[Result]) -> str:
     """Every setting of DALI that was tried, the fastest of each cell first."""
     rows = []
@@ -345,6 +362,7 @@ OTHERS: dict[str, tuple[str, Table]] = {
     "memory": ("### GPU memory", memory_table),
     "scaling": ("### Several GPUs", scaling_table),
     "views": ("### Several views of one decode", views_table),
+    "sizes": ("### Results of their own size", sizes_table),
 }
 
 

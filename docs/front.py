@@ -3,7 +3,7 @@
     python docs/front.py           # write it
     python docs/front.py --check   # fail where it does not follow from the files
 
-A row is a cell that DALI, a plain DataLoader and gpuprefetch have run. The order is
+A row is a cell that DALI and gpuprefetch have run. The order is
 that of the other tables: whole epochs first, then the cells that DALI wins. At most
 two are of whole epochs. Rows of an older protocol fill up what the newest lacks.
 """
@@ -52,7 +52,7 @@ def chosen(documents):
     found = {}
     for files in table.by_version(documents).values():
         for cell in cells.train_cells(files):
-            if cell.with_columns(cells.OURS, cells.DALI) and cell.rates(cell.plain):
+            if cell.with_columns(cells.OURS, cells.DALI):
                 found.setdefault(cell.title, cell)
     of_epochs = [cell for cell in found.values() if "epoch" in cell.title]
     others = [cell for cell in found.values() if "epoch" not in cell.title]
@@ -67,7 +67,7 @@ def row_of(cell):
     sides = [of_machines(every or cell.machines, cell.plain)]
     sides += [of_machines(both, c) for c in (cells.DALI, cells.OURS, cells.CEILING)]
     rates = [f"{statistics.median(side):,.0f}" if side else "-" for side in sides]
-    if not every:
+    if sides[0] and not every:
         rates[0] += " \\*"
     return [f"{NAMES.get(first, first)} {rest}", *rates]
 

@@ -36,7 +36,9 @@ class Script:
 
 
 clock, harness, loaders, photos, train = map(Script, "clock harness loaders photos train".split())
-kernel, memory, policy, scaling, views = map(Script, "kernel memory policy scaling views".split())
+kernel, memory, policy, scaling, sizes, views = map(
+    Script, "kernel memory policy scaling sizes views".split()
+)
 correctness, parity, table = map(Script, ("correctness", "parity", "table"))
 facts, protocol, stamp, sweep = map(Script, ("facts", "protocol", "stamp", "sweep"))
 cells, quotes = map(Script, ("cells", "quotes"))
@@ -215,6 +217,10 @@ def test_a_sweep_finds_the_setting_that_later_runs_use(train_main, ran, monkeypa
     assert not sweep.fastest(tmp_path, gpu, cell).exact
     assert sweep.fastest(tmp_path, gpu, cell | {"cores": 2}) is None  # all had more threads
     assert sweep.fastest(tmp_path, "another GPU", cell) is None
+    begun = json.loads((tmp_path / "sweep-cpu.json").read_text())
+    begun["results"] = [r for r in begun["results"] if r["round"] == 0]
+    (tmp_path / "sweep-cpu.json").write_text(json.dumps(begun))
+    assert sweep.fastest(tmp_path, gpu, cell) is None  # no setting has run twice
     grid = sweep.grid("none", 2)
     assert len(grid) == 6 and all("threads=2" in column for column in grid)
 
@@ -324,6 +330,20 @@ def test_views(tmp_path, in_this_process):
     assert ten["views"] == [[4, 3, 32, 32]] * 2 + [[4, 3, 13, 13]] * 8
     rates = [r["images_per_second"]["median"] for r in (one, ten)]
     assert f"{rates[1]:,.0f} ({rates[1] / rates[0]:.3f}) |" in table.views_table([one, ten])
+
+
+def test_sizes(tmp_path, in_this_process):
+    output = tmp_path / "sizes.json"
+    columns = ["one size", "list", "padded", "torchvision", "patches"]
+    sizes.main(["--tiny", "--output", str(output), "--columns", *columns])
+    found = {r["column"]: r for r in document(output)["results"]}
+    assert list(found) == columns
+    assert found["one size"]["pixels"] == 224 * 224
+    assert 176 * 176 < found["list"]["pixels"] < 2 * 208 * 208
+    assert found["torchvision"]["batch_size"] == 1 and found["list"]["batch_size"] == 4
+    assert found["patches"]["pixels"] >= 56 * 56  # the least that SmartResize makes
+    rate = found["list"]["images_per_second"]["median"]
+    assert f"| {rate:,.0f} (n = 1, no spread) |" in table.sizes_table([*found.values()])
 
 
 def test_a_row_of_a_file_is_quoted_by_what_it_has():
@@ -787,6 +807,17 @@ BROKEN = {
 }
 
 
+def test_a_cell_whose_time_was_over_is_cut_short(second):
+    del second["results"][5]
+    assert cells.broken_rules(second) != []
+    second["metadata"]["commands"] = ["python train.py --stop-after 60"]
+    assert cells.broken_rules(second) == []
+    (cell,) = cells.train_cells([second])
+    assert "| **cut short** | abc |" in table.summary_table([cell])
+    second["results"] = [r for r in second["results"] if "again" not in r["column"]]
+    assert cells.broken_rules(second) != []  # without a noise
+
+
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_file_that_departs_from_its_protocol_is_named(second, rule):
     assert cells.broken_rules(second) == []
@@ -833,10 +864,10 @@ def test_a_number_within_the_noise_must_not_be_quoted(second):
 def test_the_check_fails_for_a_wrong_number_on_a_page(tmp_path, monkeypatch):
     page = tmp_path / "README.md"
     readme = (ROOT / "README.md").read_text()
-    page.write_text(readme.replace("12 and 26<!--", "12 and 20<!--"))
+    page.write_text(readme.replace("was 10<!--", "was 12<!--"))
     assert page.read_text() != readme
     monkeypatch.setattr("table.PAGES", [page])
-    with pytest.raises(SystemExit, match=r"README.md: 12 to 20 .*: the files have 12 to 26"):
+    with pytest.raises(SystemExit, match=r"README.md: 12 \(.*: the files have 10"):
         table.main(["--check"])
 
 
