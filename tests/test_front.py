@@ -51,6 +51,22 @@ def test_the_table_of_the_readme_follows_from_the_files(docs, tmp_path):
         front.main([], page)
 
 
+def test_the_table_of_public_scripts_follows_from_its_file(docs, tmp_path):
+    moves = docs("moves")
+    moves.main(["--check"])
+    page = tmp_path / "migrate.md"
+    written = (ROOT / "docs" / "migrate.md").read_text()
+    page.write_text(re.sub(r"\d+ of 24 rows", "24 of 24 rows", written))
+    assert page.read_text() != written
+    with pytest.raises(SystemExit, match=r"stale: the scripts of migrate.md; run docs/moves.py"):
+        moves.main(["--check"], page)
+    moves.main([], page)
+    assert page.read_text() == written
+    row = {"validation_most": 0.018, "validation_std": 0.226}
+    assert moves.pixels(row) == "within 1 of 255"
+    assert moves.pixels(row | {"validation_most": 0.5}) == "up to 0.50 after Normalize"
+
+
 def test_rows_have_rates_of_the_same_machines(docs):
     front = docs("front")
     both = document("a", result("dali", 100.0), result("gpuprefetch", 300.0))
