@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 from torchvision import models
 from torchvision.transforms import v2
+from tqdm import tqdm
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder
 
@@ -38,7 +39,6 @@ def main(argv=None):
     train_loader = DataPrefetcher(train_loader, transforms=augment, **ours)
     val_loader = DataPrefetcher(DataLoader(validation, **options), transforms=whole, **ours)
     train_loader.preview(8, draws=3).save("preview.png")
-
     device = train_loader.device
     model = build_model(args, len(photos.classes)).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
@@ -50,7 +50,7 @@ def main(argv=None):
         parts[name].load_state_dict(done[name])
     for epoch in range(done["epoch"], args.epochs):
         model.train()
-        for images, target in train_loader:
+        for images, target in tqdm(train_loader, f"epoch {epoch + 1}", leave=False, disable=None):
             with torch.autocast(device.type, torch.bfloat16, enabled=CUDA):
                 loss = nn.functional.cross_entropy(model(images), target, label_smoothing=0.1)
             optimizer.zero_grad()
