@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import get_worker_info
 
-from gpuprefetch.core.nested import select
+from gpuprefetch.core.nested import objects, select
 from gpuprefetch.images.bad import name_of
 from gpuprefetch.images.division import Made, divide, of_stored, what_to_make
 from gpuprefetch.images.encoded import EncodedImage
@@ -440,8 +440,9 @@ class Packing:
                 "Views gives several pictures of an image, and boxes, masks and points can follow "
                 "one. Return plain tensors, as mask.as_subclass(torch.Tensor), or leave them out."
             )
-        # Images that come as tensors are not moved here: those say no size.
-        moves = not others and (head.size is not None or bool(head.form and walk(given).images))
+        # Images that come as tensors are not moved here: those say no size. The first image tells.
+        encoded = (is_image(leaf) for leaf in objects(given, is_image))
+        moves = not others and (head.size is not None or (head.form is not None and any(encoded)))
         followed = follow(given, sample_for) if moves else given
         if followed is not given:
             self._following = True

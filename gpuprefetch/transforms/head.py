@@ -183,6 +183,13 @@ class Head:
         places = self.places
         return memory if places is None else places.pieces(memory)
 
+    def empty_results(self, count: int, device: torch.device | str) -> torch.Tensor | Pieces:
+        """The results of a batch of ``count`` images in new memory, not initialized."""
+        places = self.places
+        if places is None:
+            return self.empty(count, device)
+        return places.pieces(places.empty(self.dtype or torch.float32, device))
+
     @property
     def _padding(self) -> list[HeadOp]:
         """The ops that may pad images."""
