@@ -68,7 +68,7 @@ class Places:
         """N views ``(3, H_i, W_i)`` of a buffer."""
         shapes = np.full((len(self.sizes), 3), 3)
         shapes[:, 1:] = self.sizes
-        starts = self.offsets + buffer.storage_offset()
+        starts = self.offsets + int(buffer.storage_offset())
         # A microsecond each. A slice and its view() and permute() need three.
         views = map(buffer.as_strided, shapes.tolist(), self.strides.tolist(), starts.tolist())
         return Pieces(views, buffer, self.sizes)
