@@ -53,7 +53,7 @@ def _transforms(column: str) -> list[Any]:
     floats = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
     flips = [] if column == "patches" else [v2.RandomHorizontalFlip()]
     normalize = v2.Normalize(loaders.MEAN, loaders.STD)
-    return [first, normalize] if column == "patches" else [first, *flips, *floats, normalize]
+    return [first, *flips, *floats, normalize]
 
 
 def build(column: str, settings: loaders.Settings) -> Any:

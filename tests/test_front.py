@@ -1,4 +1,4 @@
-"""The README's first screen: its table follows from the files of results, its picture is drawn."""
+"""What a script in docs/ makes: the README's table, from files of results, and pictures."""
 
 import importlib
 import re
@@ -114,6 +114,79 @@ def test_the_picture_has_a_photo_and_seven_draws_of_it(docs, tmp_path):
     ]
     means = {tuple(tile.mean((0, 1)).round(1)) for tile in tiles}
     assert len(means) == 8  # every draw differs from the photo and from the others
+
+
+def ramp(folder, size=(451, 300)):
+    """A photo of which every part differs, in a file."""
+    width, height = size
+    across = np.linspace(0, 200, width, dtype=np.uint8)[None].repeat(height, 0)
+    down = np.linspace(0, 200, height, dtype=np.uint8)[:, None].repeat(width, 1)
+    Image.fromarray(np.stack([across, down, down], axis=-1)).save(folder / "photo.png")
+    return folder / "photo.png"
+
+
+def drawn(script, name, folder):
+    """The pixels of a script's picture, which has the size of the one that a page shows."""
+    script.main(ramp(folder), folder / name)
+    shown = ROOT / "docs" / name
+    assert shown.stat().st_size < 120_000
+    with Image.open(folder / name) as made, Image.open(shown) as published:
+        assert made.size == published.size and made.width == 830
+        return np.asarray(made).astype(int)
+
+
+def test_the_picture_of_forms_has_a_list_padding_and_patches(docs, tmp_path):
+    forms = docs("forms")
+    pixels = drawn(forms, "forms.jpg", tmp_path)
+    white = (pixels > 245).all(-1)
+    images = [(140, 196), (196, 140), (168, 168)]  # multiples of 28
+    left = 0
+    for height, width in images:
+        assert not white[32 : 28 + height, left + 2 : left + width - 2].any()
+        assert white[46 + height : forms.CAPTION + 196, left + 2 : left + width - 2].all()
+        left += width + forms.GAP
+    top = forms.CAPTION + 196 + forms.GAP + forms.CAPTION
+    for number, (height, width) in enumerate(images):
+        tile = pixels[top : top + 196, 197 * number :][:, :196]
+        beside = [
+            tile[height + 16 : -16, 16:-16],
+            tile[16:-16, width + 16 : -16],
+        ]  # JPEG's blocks of 16
+        for part in filter(np.size, beside):
+            assert np.abs(part - 153).max() < 12
+        assert tile[:height, :width].std() > 20
+    step = forms.PATCH + forms.ROOM
+    across = 830 // step
+    rows = -(-424 // across)
+    patches = pixels[top + 196 + forms.GAP + forms.CAPTION :]
+    assert len(patches) == rows * step + forms.GAP
+    centers = patches[step // 2 : rows * step : step, step // 2 : across * step : step]
+    is_empty = (centers > 235).all(-1).ravel()
+    assert not is_empty[:424].any() and is_empty[424:].all()
+
+
+def test_the_picture_of_boxes_has_what_follows(docs, tmp_path):
+    boxes = docs("boxes")
+    pixels = drawn(boxes, "boxes.jpg", tmp_path)
+    width, height = boxes.TILE
+    red, green, blue = np.moveaxis(pixels[:height], -1, 0)
+    lines = {
+        "red": (red > 200) & (green < 70) & (blue < 70),
+        "yellow": (red > 180) & (green > 180) & (blue < 110),
+        "cyan": (red < 110) & (green > 180) & (blue > 180),
+        "lime": (green - red > 60) & (green - blue > 60),
+    }
+    seen = []
+    for left in range(0, 830, width + boxes.GAP):
+        tile = {name: found[:, left : left + width] for name, found in lines.items()}
+        seen.append({name for name, found in tile.items() if found.sum() > 20})
+    assert seen[0] == seen[2] == seen[3] == {*lines}
+    assert seen[1] == {"red", "lime"}  # the one eye that is left
+    middles = [
+        np.nonzero(lines["red"][:, left : left + width])[1].mean()
+        for left in (0, 2 * (width + boxes.GAP))
+    ]
+    assert middles[0] < width / 2 < middles[1]  # mirrored
 
 
 def test_pages_link_to_files_of_the_repository_and_offer_no_downloads(tmp_path):

@@ -631,6 +631,54 @@ def test_explain_reads_a_pipeline_as_a_prefetcher_does():
     assert "one size" in gpuprefetch.explain([v2.ColorJitter(0.4)]).splitlines()[0]
 
 
+CONVERSIONS_AFTER_OURS = {
+    "Normalize": ([], [TWO]),
+    "a flip": ([v2.RandomHorizontalFlip()], [v2.RandomVerticalFlip(), TWO]),
+    "kornia's": ([K.RandomHorizontalFlip()], [KORNIAS]),
+    "a policy": ([], [v2.RandAugment(), TWO]),
+    "kornia's color": ([], [K.RandomGamma((0.5, 2.0))]),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS_AFTER_OURS)
+@pytest.mark.parametrize("own_sizes", [False, True])
+def test_conversions_after_our_ops_have_nothing_to_do(name, own_sizes):
+    before, after = CONVERSIONS_AFTER_OURS[name]
+    first = gpuprefetch.Resize(9 if own_sizes else (9, 12))
+    transforms = [first, *before, *PIL_TO_FLOATS, *after]
+    got = of_files(transforms)
+    want = of_files([first, *before, *after])
+    for one, other in zip(got, want, strict=True):
+        assert type(one) is torch.Tensor and torch.equal(one, other)
+    (view,) = DataPrefetcher([1], transforms=transforms, device="cpu")._pipeline.views
+    wheres = [step.where for step in view.plan.steps]
+    assert wheres.count("nothing to do") == 2
+    if name in ("Normalize", "a flip", "kornia's"):
+        assert not view.tail and "on the batch" not in wheres
+
+
+def test_a_function_after_conversions_gets_what_they_make():
+    seen = []
+
+    def look(images):
+        seen.append((type(images), images.dtype))
+        return images
+
+    first = gpuprefetch.Resize((9, 12))
+    loader = DataLoader([EncodedImage(pictures.encode(pictures.draw(6, 8), "PNG"), 0)] * 2, 2)
+    kinds = []
+    for transforms in ([look], [v2.Identity(), look], [v2.RandomApply([look], p=1.0)]):
+        listed = [first, *PIL_TO_FLOATS, *transforms]
+        prefetcher = DataPrefetcher(loader, transforms=listed, device="cpu", dtype=torch.half)
+        next(iter(prefetcher))
+        kinds.append(seen.pop())
+    image = tv_tensors.Image
+    plain = torch.Tensor  # a container calls its ops for each image
+    assert kinds == [(image, torch.float32), (image, torch.float32), (plain, torch.float32)]
+    halves = [first, v2.ToImage(), v2.ToDtype({tv_tensors.Image: torch.half, "others": None})]
+    assert of_files(halves).dtype == torch.half
+
+
 def test_timms_policies_come_before_a_conversion():
     timm = pytest.importorskip("timm.data")
     policy = timm.rand_augment_transform("rand-m9", {})

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 import zlib
 
 import numpy as np
@@ -837,3 +838,147 @@ class Framed:
         boxes = tv_tensors.BoundingBoxes(corners, format="XYXY", canvas_size=(height, width))
         target = {"boxes": boxes, "labels": torch.tensor([index])}
         return EncodedImage(encode(pixels, "PNG"), index), target
+
+
+# --- A part among the boxes ---------------------------------------------------------------------
+
+
+class Crowded:
+    """Pictures with several boxes in one of three formats, a mask and points."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        rng = np.random.default_rng(index)
+        height, width = rng.integers(40, 70, 2).tolist()
+        starts = rng.integers(0, 30, (4, 2))
+        ends = np.minimum(starts + rng.integers(3, 45, (4, 2)), (width, height))
+        corners = np.concatenate([starts, ends], axis=1)
+        formats = ("XYXY", "XYWH", "CXCYWH")
+        boxes = F.convert_bounding_box_format(
+            torch.from_numpy(corners).float(),
+            XYXY,
+            tv_tensors.BoundingBoxFormat(formats[index % 3]),
+        )
+        canvas = (height, width)
+        target = {
+            "boxes": tv_tensors.BoundingBoxes(boxes, format=formats[index % 3], canvas_size=canvas),
+            "mask": tv_tensors.Mask(torch.from_numpy(rng.integers(0, 9, (1, height, width)))),
+            "points": tv_tensors.KeyPoints(torch.from_numpy(starts).float(), canvas_size=canvas),
+            "labels": torch.arange(4) + 10 * index,
+        }
+        return EncodedImage(encode(draw(height, width, seed=index), "PNG"), index), target
+
+
+XYXY = tv_tensors.BoundingBoxFormat.XYXY
+AMONG = {
+    "alone": ([v2.RandomIoUCrop()], []),
+    "ssdlite": ([v2.RandomIoUCrop(), v2.RandomHorizontalFlip(1.0)], [F.horizontal_flip]),
+    "flipped before": ([v2.RandomVerticalFlip(1.0), v2.RandomIoUCrop()], []),
+    "twice": ([v2.RandomIoUCrop(), v2.RandomIoUCrop(0.5)], []),
+}
+
+
+@pytest.mark.parametrize("name", AMONG)
+def test_a_part_among_boxes_is_torchvisions(name, monkeypatch):
+    """With what torchvision chose, its own functions give the same picture and targets."""
+    ops, after = AMONG[name]
+    chosen = []
+    choose = v2.RandomIoUCrop.make_params
+
+    def noted(op, inputs):
+        chosen.append(choose(op, inputs))
+        return chosen[-1]
+
+    monkeypatch.setattr(v2.RandomIoUCrop, "make_params", noted)
+    dataset = Crowded(60)
+    loader = DataLoader(dataset, len(dataset), collate_fn=zipped)
+    prefetcher = DataPrefetcher(loader, transforms=ops, device="cpu", seed=3)
+    ((images, targets),) = prefetcher
+    crops = [op for op in ops if isinstance(op, v2.RandomIoUCrop)]
+    assert len(chosen) == len(crops) * len(dataset)
+    params = [chosen[n :: len(dataset)] for n in range(len(dataset))]
+    parts = 0
+    degenerate = 0
+    for index, (image, got) in enumerate(zip(images, targets, strict=True)):
+        encoded, want = dataset[index]
+        values = [tv_tensors.Image(picture(encoded.data)), want["boxes"], want["mask"]]
+        if name == "flipped before":
+            values = [F.vertical_flip(value) for value in values]
+        for crop, own in zip(crops, params[index], strict=True):
+            values = [crop.transform(value, own) for value in values]
+        for function in after:
+            values = [function(value) for value in values]
+        assert torch.equal(image, values[0])
+        assert got["boxes"].format == want["boxes"].format
+        assert got["boxes"].canvas_size == tuple(image.shape[1:]) == values[1].canvas_size
+        assert torch.equal(got["boxes"], values[1])
+        assert torch.equal(got["mask"], values[2])
+        assert torch.equal(got["labels"], want["labels"])
+        parts += any(params[index])
+        areas = F.convert_bounding_box_format(values[1], new_format=XYXY)
+        degenerate += int((areas[:, 2:] == areas[:, :2]).all(1).sum())
+    assert 20 < parts < 60 and degenerate > 20
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_part_among_boxes_is_known_before_the_decode(workers):
+    ops = [v2.RandomIoUCrop(), v2.RandomHorizontalFlip(), *TO_FLOAT, v2.SanitizeBoundingBoxes()]
+    results = []
+    for size, given in ((8, ops), (3, v2.Compose(ops))):
+        loader = DataLoader(Crowded(16), size, collate_fn=zipped, num_workers=workers)
+        prefetcher = DataPrefetcher(loader, transforms=given, device="cpu", seed=4)
+        (view,) = prefetcher._pipeline.views
+        fused = [step.name for step in view.plan.steps if step.where == "fused launch"]
+        assert fused == ["RandomIoUCrop", "RandomHorizontalFlip", "ToDtype"]
+        results.append([pair for batch in prefetcher for pair in zip(*batch, strict=True)])
+    for (image, target), (other, same) in zip(*results, strict=True):
+        assert torch.equal(image, other) and torch.equal(target["boxes"], same["boxes"])
+        boxes = F.convert_bounding_box_format(target["boxes"], new_format=XYXY)
+        assert len(boxes) == len(target["labels"]) <= 4
+        assert (boxes[:, 2:] > boxes[:, :2]).all()
+    assert len({image.shape for image, _ in results[0]}) > 8
+
+
+def test_a_part_among_boxes_is_resized():
+    loader = DataLoader(Crowded(8), 8, collate_fn=zipped)
+    ops = [v2.RandomIoUCrop(), v2.Resize((20, 24)), *TO_FLOAT]
+    ((images, targets),) = DataPrefetcher(loader, transforms=ops, device="cpu")
+    assert images.shape == (8, 3, 20, 24)
+    assert all(target["boxes"].canvas_size == (20, 24) for target in targets)
+
+
+def test_a_part_among_boxes_needs_some():
+    files = [encode(draw(40, 50), "PNG")] * 2
+    ops = [v2.RandomIoUCrop(), *TO_FLOAT]
+    with pytest.raises(ValueError, match=r"without: .*sample 0 .*\)\. Return") as caught:
+        next(iter(DataPrefetcher(DataLoader(numbered(files), 2), transforms=ops, device="cpu")))
+    (line,) = re.findall(r"none: (BoundingBoxes\(.*\))\.", str(caught.value))
+    names = {"torch": torch, "BoundingBoxes": tv_tensors.BoundingBoxes, "height": 40, "width": 50}
+    samples = [(EncodedImage(file, n), eval(line, names)) for n, file in enumerate(files)]
+    loader = DataLoader(samples, 2, collate_fn=zipped)
+    ((images, boxes),) = DataPrefetcher(loader, transforms=ops, device="cpu")
+    assert [image.shape for image in images] == [(3, 40, 50)] * 2
+    assert all(each.shape == (0, 4) for each in boxes)
+    mixed = DataLoader([samples[0], (samples[1][0], torch.zeros(2))], 2, collate_fn=zipped)
+    with pytest.raises(ValueError, match=r"came without: .*sample 1"):
+        list(DataPrefetcher(mixed, transforms=ops, device="cpu"))
+
+
+def test_a_bad_file_has_no_part_among_boxes():
+    samples = [Crowded(3)[n] for n in range(3)]
+    samples[1] = (EncodedImage(b"no picture", 1), samples[1][1])
+    loader = DataLoader(samples, 3, collate_fn=zipped)
+    ops = [v2.RandomIoUCrop(), *TO_FLOAT]
+    skipping = DataPrefetcher(loader, transforms=ops, device="cpu", on_error="skip", seed=1)
+    ((images, targets),) = skipping
+    assert len(images) == len(targets) == 2
+    assert [int(target["labels"][0]) for target in targets] == [0, 20]
+    samples[1] = Crowded(3)[1]
+    ((same, _),) = DataPrefetcher(loader, transforms=ops, device="cpu", seed=1)
+    assert torch.equal(images[0], same[0]) and torch.equal(images[1], same[2])
+    assert DataPrefetcher(loader, transforms=ops, device="cpu").preview(2).info["titles"]

@@ -98,7 +98,11 @@ def objects(batch: Batch, is_leaf: IsLeaf = None) -> Iterator[Leaf]:
             yield batch
     elif not _VALUES.issuperset(map(type, children)):
         for child in children:
-            yield from objects(child, is_leaf)
+            # A generator for each of a list of tensors would cost more than all else.
+            if type(child) is torch.Tensor:
+                yield child
+            else:
+                yield from objects(child, is_leaf)
 
 
 def select(batch: Batch, wanted: Callable[[Leaf], bool]) -> list[Leaf]:
@@ -143,7 +147,10 @@ def tensors(batch: Batch) -> Iterator[torch.Tensor]:
     """
     for leaf in objects(batch):
         if isinstance(leaf, torch.Tensor):
-            yield from _strided(leaf)
+            if leaf.layout is torch.strided and not leaf.is_nested:
+                yield leaf
+            else:
+                yield from _strided(leaf)
             continue
         state: object = object.__getstate__(leaf)
         parts = filter(None, state if isinstance(state, tuple) else (state,))  # with slots

@@ -148,8 +148,8 @@ class ImageJob(PendingImages):
             parts = [Part(None, part.call) for part in parts]
         else:
             for view, output in enumerate(self.outputs):
-                memory = output.head.empty(len(images), self._decoding.device)
-                self.replace_result(view, output.head.results(memory))
+                result = output.head.empty_results(len(images), self._decoding.device)
+                self.replace_result(view, result)
             if plan.tables and self._can_launch():
                 self._launched = self._launches(plan, kept=kept)
         self._parts = parts

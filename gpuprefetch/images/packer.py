@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import get_worker_info
 
-from gpuprefetch.core.nested import select
+from gpuprefetch.core.nested import objects, select
 from gpuprefetch.images.bad import name_of
 from gpuprefetch.images.division import Made, divide, of_stored, what_to_make
 from gpuprefetch.images.encoded import EncodedImage
@@ -41,7 +41,7 @@ from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.launch import Launches, plan_rows, with_places
 from gpuprefetch.transforms.random import Keys, head_keys
 from gpuprefetch.transforms.reference import Doubles, Ints, check_rows, finished_row, resample_uint8
-from gpuprefetch.transforms.sampling import Sampling, Size, Sizes, each_of, size_at
+from gpuprefetch.transforms.sampling import BoxesOf, Sampling, Size, Sizes, each_of, size_at
 
 # Without a fixed size the buffer has room for whole pictures, and a header is believed if it claims
 # at most this many decoded bytes for each byte of its file. Photos have 5 to 50. Flat colors have
@@ -425,10 +425,11 @@ class Packing:
         packer = self._packer
         self._samples = BatchSamples(given, names, repeats)
 
-        def sample_for(images: Sequence[EncodedImage]) -> Followed:
+        def sample_for(images: Sequence[EncodedImage], boxes: Sequence[BoxesOf]) -> Followed:
             headers = Headers(images, apply_exif=packer.apply_exif)
             samples = self._samples.of(images)
-            sampling = _sample(head, samples, head_keys(packer.keys(samples)), headers)
+            own = _among(head, boxes, images, headers)
+            sampling = _sample(own, samples, head_keys(packer.keys(samples)), headers)
             return Followed(each_of(sampling), headers.sizes, headers.errors, head.mask_fill)
 
         head, *others = packer.heads
@@ -440,8 +441,9 @@ class Packing:
                 "Views gives several pictures of an image, and boxes, masks and points can follow "
                 "one. Return plain tensors, as mask.as_subclass(torch.Tensor), or leave them out."
             )
-        # Images that come as tensors are not moved here: those say no size.
-        moves = not others and (head.size is not None or bool(head.form and walk(given).images))
+        # Images that come as tensors are not moved here: those say no size. The first image tells.
+        encoded = (is_image(leaf) for leaf in objects(given, is_image))
+        moves = not others and (head.size is not None or (head.form is not None and any(encoded)))
         followed = follow(given, sample_for) if moves else given
         if followed is not given:
             self._following = True
@@ -490,7 +492,8 @@ class Packing:
         else:
             sampled = []
             for view, head in enumerate(packer.heads):
-                sampling = _sample(head, samples, head_keys(keys, view), headers)
+                own = _among(head, [None] * len(images), images, headers)
+                sampling = _sample(own, samples, head_keys(keys, view), headers)
                 lengths = sampling.length.astype(np.int64)
                 sampled.append(_sampled(head, sampling.rows(), lengths, images, headers))
         for each in sampled:
@@ -517,6 +520,28 @@ def _sample(head: Head, samples: Sequence[Sample], keys: Keys, headers: Headers)
         sizes[bad] = common
         leaders[bad] = common
     return head.sample(sizes, keys, leaders)
+
+
+def _among(
+    head: Head, boxes: Sequence[BoxesOf], images: Sequence[EncodedImage], headers: Headers
+) -> Head:
+    """The fused transforms for images with these boxes; bad images get none.
+
+    Raises:
+        ValueError: for an image without boxes, if a part is chosen among them.
+    """
+    if not head.asks_for_boxes:
+        return head
+    for position in np.flatnonzero(headers.whole).tolist():
+        if boxes[position] is None:
+            image = images[position]
+            raise ValueError(
+                "RandomIoUCrop chooses a part among the boxes of a sample, and an image came "
+                f"without: {name_of(image.index, image.path)}. Return tv_tensors.BoundingBoxes "
+                "beside it, of shape (0, 4) where there are none: "
+                'BoundingBoxes(torch.zeros(0, 4), format="XYXY", canvas_size=(height, width)).'
+            )
+    return head.among([b if fine else None for b, fine in zip(boxes, headers.whole, strict=True)])
 
 
 def _sampled(

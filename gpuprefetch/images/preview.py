@@ -238,8 +238,8 @@ class _Draws:
         position = order.index(sample)
         keys = images.who.keys[position : position + 1]
         head = images.sized([each.head for each in self.views])[view]
-        if head.is_given:
-            return []  # the dataset's own transform has sampled it
+        if head.is_given or head.asks_for_boxes:
+            return []  # sampled with what is beside the image
         sampling = head.sample([size], head_keys(keys, view))
         words = _words_of_sampling(sampling, size, head)
         if head.size is None:

@@ -35,8 +35,8 @@ from gpuprefetch.images.walk import (
     is_image,
     walk,
 )
-from gpuprefetch.transforms.reference import TIE, Ints
-from gpuprefetch.transforms.sampling import OneSampling, Size
+from gpuprefetch.transforms.reference import TIE, Ints, finished_row
+from gpuprefetch.transforms.sampling import BoxesOf, OneSampling, Size
 
 # Note [Coordinates]
 # Pixel k reaches from k to k + 1, for boxes and points alike, as in COCO and torchvision's models.
@@ -55,8 +55,8 @@ class Followed(NamedTuple):
     mask_fill: float | None  # of the padding; None where masks have none
 
 
-# Samples the random parameters of all images at once.
-Sampler = Callable[[list[EncodedImage]], Followed]
+# Samples the random parameters of all images at once, each with the boxes in it.
+Sampler = Callable[[list[EncodedImage], list[BoxesOf]], Followed]
 
 # Whether this thread collates samples whose masks and points have followed their images.
 followed = ContextVar("followed", default=False)
@@ -96,7 +96,8 @@ def follow(samples: Structure, sample_for: Sampler) -> Structure:
     if each is not samples and len(contents[0].images) > 1 and _holds_a_list_of_images(samples):
         raise _unmatched("a list of them")
     images = [image for i in involved for image in contents[i].images]
-    samplings, sizes, errors, fill = sample_for(images)  # type: ignore[arg-type]
+    boxes = [_boxes_in(contents[i].followers) for i in involved for _ in contents[i].images]
+    samplings, sizes, errors, fill = sample_for(images, boxes)  # type: ignore[arg-type]
     placed = [
         _Placed(image, samplings[i], tuple(sizes[i]), i not in errors)
         for i, image in enumerate(images)
@@ -108,6 +109,22 @@ def follow(samples: Structure, sample_for: Sampler) -> Structure:
         own = [next(remaining) for _ in contents[i].images]
         moved[i] = map_leaves(partial(_moved, own, fill), each[i], is_image)
     return moved if each is samples else moved[0]  # type: ignore[return-value]
+
+
+def _boxes_in(followers: Sequence[Follower]) -> BoxesOf:
+    """The boxes of a sample, as torchvision's ops find them: the first ones."""
+    from torchvision import tv_tensors
+
+    found = (each for each in followers if isinstance(each, tv_tensors.BoundingBoxes))
+    boxes = next(found, None)
+    return None if boxes is None else partial(_boxes_at, boxes)
+
+
+def _boxes_at(boxes: Follower, sampling: OneSampling) -> Follower:
+    """Boxes in a picture that has been sampled this way."""
+    whole = np.array_equal(sampling.row, finished_row(sampling.size))
+    # Those of a picture that has not been moved reach beyond it as they did.
+    return boxes if whole and sampling.left_out is None else _moved_by(sampling, boxes, None)
 
 
 def _unmatched(found: str) -> ValueError:
@@ -198,7 +215,11 @@ def _moved_by(sampling: OneSampling, follower: Follower, mask_fill: float | None
         return mask
     grids = [_grid(x, width), _grid(y, height)]
     origin, step = torch.tensor(grids, dtype=torch.float64, device=follower.device).unbind(1)
-    points = (_points_of(follower) - 0.5 - origin) / step + 0.5  # Note [Coordinates]
+    points = _points_of(follower)
+    if sampling.left_out is not None and isinstance(follower, tv_tensors.BoundingBoxes):
+        gone = torch.from_numpy(sampling.left_out.boxes.repeat(4))  # their corners
+        points[gone] = torch.from_numpy(sampling.left_out.corner[::-1].copy())
+    points = (points - 0.5 - origin) / step + 0.5  # Note [Coordinates]
     return _at_points(follower, points, sampling.size)
 
 

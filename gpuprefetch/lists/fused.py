@@ -20,8 +20,11 @@ from gpuprefetch.transforms.head import (
     Resize,
     pair,
 )
+from gpuprefetch.transforms.random import SeededDraws, draws_of_worker, owns_generators
 from gpuprefetch.transforms.sampling import (
+    AmongBoxesOp,
     CenterCropOp,
+    ChosenAmongBoxes,
     ChosenPartOp,
     ChosenPlaceOp,
     Fill,
@@ -42,6 +45,7 @@ from gpuprefetch.transforms.sampling import (
 # What differs in the fused launch, given the same parameters.
 _UNROUNDED = "not rounded to uint8 on a GPU"
 _CLIPPED = "clipped to [0, 1], torchvision's floats are not"
+_AMONG_BOXES = "the workers choose the part, among the boxes"
 NEAREST_TIES = "where two pixels are equally near it may be the other"
 
 
@@ -88,6 +92,29 @@ def _fill_of(op: LibraryOp, *, is_float: bool) -> Fill | None:
     levels = levels * 3 if len(levels) == 1 else levels
     mask = None if isinstance(masks, Sequence) and len(masks) > 1 else float(np.max(masks or 0))
     return None if not (any(levels) or mask) else Fill(levels, mask)
+
+
+class AmongBoxes:
+    """Lets torchvision's RandomIoUCrop choose a part of a picture among the boxes in it."""
+
+    def __init__(self, op: LibraryOp) -> None:
+        self._op = op
+
+    def __call__(self, seed: int, boxes: object) -> ChosenAmongBoxes | None:
+        """The part for boxes whose canvas is the picture; None for all of it."""
+        with draws_of_worker(seed) if owns_generators() else SeededDraws(seed):
+            chosen = self._op.make_params([boxes])
+        if not chosen:
+            return None
+        top, left, height, width = (chosen[name] for name in ("top", "left", "height", "width"))
+        return ChosenAmongBoxes((top, left, height, width), chosen["is_within_crop_area"].numpy())
+
+
+class RandomIoUCrop(FusedTransform):
+    """torchvision's RandomIoUCrop."""
+
+    def __init__(self, op: LibraryOp) -> None:
+        super().__init__(AmongBoxesOp(AmongBoxes(op)))
 
 
 class RandomSize(FusedTransform):
@@ -168,6 +195,8 @@ def in_launch(
         except KeyError:  # torchvision has no color for images, either
             return None, ""
         return RandomCrop(op, fill) if name == "RandomCrop" else RandomZoomOut(op, fill), ""
+    if name == "RandomIoUCrop":
+        return RandomIoUCrop(op), _AMONG_BOXES
     sampled = name in _SIZE_RULES and name_of(op) is not None
     if not (sampled or has(op, Is.CROPS)) or how not in RESIZE_FILTERS:
         return None, ""

@@ -91,6 +91,7 @@ _IN_WORKERS = (
     "keep_unknown=True)"
 )
 _IN_LAUNCH = "its result is in [0, 1]"
+_IS_SO = "the launch gives tensors in [0, 1]"
 _OWN = (
     "one that takes a tensor (C, H, W) after the crop and the conversion to tensors, where it runs "
     "on the device, image by image"
@@ -201,7 +202,7 @@ def convert(
 
 def read_for_tensors(transforms: Transforms) -> Plan:
     """What becomes of a list where images come as ``(N, C, H, W)``: each op runs as written."""
-    walk = _Walk(Form(is_tensor=True), is_pipeline=False)
+    walk = _Walk(Form(is_tensor=True), is_pipeline=False, is_rgb=False)
     for op in _checked(transforms):
         walk.take(op)
     return walk.finish()
@@ -423,12 +424,35 @@ class _Walk:
         if longer is not None:
             self.head = longer
             self._add(transform, transform, FUSED)
+        elif self._is_done(transform):
+            self._add(transform, None, NOTHING, _IS_SO)
         else:
             why = self._why_not_fused(transform)
             runs = _in_list(transform)
+            if _may_ask_for_kind(transform):
+                for skipped in self._skipped():
+                    self._run(skipped)
             self.tail.append(runs)
             self._add(transform, runs, "on the batch", why)
         self.form = self.form.after(transform)
+
+    def _is_done(self, op: LibraryOp) -> bool:
+        """Whether an op converts decoded images after the launch to what they are already."""
+        if self.tail or not (self.decodes_to_rgb and self.head.names and self.form.is_float):
+            return False
+        op = from_timm(op)
+        if name_of(op) is None or not has(op, Is.CONVERTS):
+            return False
+        after = self.form.after(op)
+        return (after.dtype, after.values) == (self.form.dtype, self.form.values)
+
+    def _skipped(self) -> list[Transform]:
+        """The conversions that :meth:`_is_done` found, and that were not run.
+
+        They run before a function, which may ask for the class or the dtype of its images.
+        """
+        ran = {id(op) for op in self.written}
+        return [s.source for s in self.steps if s.note == _IS_SO and id(s.source) not in ran]
 
     def _why_not_fused(self, transform: Transform) -> str:
         if self.tail:
@@ -701,6 +725,18 @@ def _why_not_on_batch(op: LibraryOp) -> tuple[LibraryOp, str] | None:
         if sizes or getattr(inner, "num_output_channels", 3) != 3:
             return inner, "by chance it would give images of different shapes"
     return None
+
+
+def _may_ask_for_kind(op: LibraryOp) -> bool:
+    """Whether an op may do something else to torchvision's ``Image`` than to a plain tensor."""
+    if is_on_device(op):
+        return False
+    for part in map(from_timm, flatten(op)):
+        if name_of(part) is None or has(part, Is.CONVERTS):
+            return True
+        if has(part, Is.HOLDS) and any(map(_may_ask_for_kind, part.transforms)):
+            return True
+    return False
 
 
 def levels_for_program(head: Head, tail: Sequence[Transform], cast: Cast) -> list[Transform] | None:

@@ -15,6 +15,8 @@ from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.reference import Ints
 from gpuprefetch.transforms.results import Pieces, Places, ResultForm, form_of
 from gpuprefetch.transforms.sampling import (
+    AmongBoxesOp,
+    BoxesOf,
     CenterCropOp,
     Fill,
     FittedResizeOp,
@@ -90,7 +92,7 @@ class Head:
         longer = replace(self, ops=(*self.ops, op), names=(*self.names, name))
         if len({getattr(padding, "fill", None) for padding in longer._padding}) > 1:
             return None  # the launch has one color for all
-        if isinstance(op, ZoomOutOp):
+        if isinstance(op, (AmongBoxesOp, ZoomOutOp)):
             return replace(longer, size=None)
         if not isinstance(op, _RESIZES):
             return replace(longer, size=getattr(op, "size", self.size))
@@ -137,8 +139,21 @@ class Head:
     @property
     def varies_size(self) -> bool:
         """Whether the sizes of results depend on those of the images, or on chance."""
-        sizing = (*_RESIZES, ZoomOutOp)
+        sizing = (*_RESIZES, AmongBoxesOp, ZoomOutOp)
         return self.size is None and any(isinstance(op, sizing) for op in self.ops)
+
+    @property
+    def asks_for_boxes(self) -> bool:
+        """Whether a part is chosen among the boxes of each image."""
+        return any(isinstance(op, AmongBoxesOp) for op in self.ops)
+
+    def among(self, boxes: Sequence[BoxesOf]) -> Self:
+        """For the images of one batch, which have these boxes."""
+        ops = [
+            replace(op, boxes=tuple(boxes)) if isinstance(op, AmongBoxesOp) else op
+            for op in self.ops
+        ]
+        return replace(self, ops=tuple(ops))
 
     def sized(self, size: Sizes) -> Self:
         """For the images of one batch, whose results have this size, or these."""
@@ -182,6 +197,13 @@ class Head:
         """The results of a batch in such memory: itself, or N views ``(3, H_i, W_i)``."""
         places = self.places
         return memory if places is None else places.pieces(memory)
+
+    def empty_results(self, count: int, device: torch.device | str) -> torch.Tensor | Pieces:
+        """The results of a batch of ``count`` images in new memory, not initialized."""
+        places = self.places
+        if places is None:
+            return self.empty(count, device)
+        return places.pieces(places.empty(self.dtype or torch.float32, device))
 
     @property
     def _padding(self) -> list[HeadOp]:

@@ -43,17 +43,19 @@ class Places:
     @classmethod
     def in_turn(cls, sizes: Ints, memory_format: torch.memory_format | None) -> Self:
         """Images one after the other, each in this memory format: planes by default."""
-        values = 3 * areas(sizes, len(sizes))
-        room = -(-values // ALIGNED_VALUES) * ALIGNED_VALUES
+        height, width = sizes.T
+        area = height * width
+        room = -(-3 * area // ALIGNED_VALUES) * ALIGNED_VALUES
         offsets = np.cumsum(room) - room
-        total = int(offsets[-1] + values[-1]) if len(sizes) else 0
-        width = sizes[:, 1]
-        one = np.ones_like(width)
+        total = int(offsets[-1] + 3 * area[-1]) if len(sizes) else 0
+        strides = np.ones((len(sizes), 3), np.int64)
         if memory_format is torch.channels_last:
-            strides = [one, 3 * width, 3 * one]
+            strides[:, 1] = 3 * width
+            strides[:, 2] = 3
         else:
-            strides = [areas(sizes, len(sizes)), width, one]
-        return cls(sizes, offsets, np.stack(strides, axis=1), (total,))
+            strides[:, 0] = area
+            strides[:, 1] = width
+        return cls(sizes, offsets, strides, (total,))
 
     def empty(self, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """The buffer; not initialized where nothing is beside the images."""
@@ -64,23 +66,26 @@ class Places:
 
     def pieces(self, buffer: torch.Tensor) -> Pieces:
         """N views ``(3, H_i, W_i)`` of a buffer."""
-        start = buffer.storage_offset()
-        where = zip(self.sizes.tolist(), self.strides.tolist(), self.offsets.tolist(), strict=True)
-        views = [
-            buffer.as_strided((3, *size), strides, start + offset)
-            for size, strides, offset in where
-        ]
-        return Pieces(views, buffer)
+        shapes = np.full((len(self.sizes), 3), 3)
+        shapes[:, 1:] = self.sizes
+        starts = self.offsets + int(buffer.storage_offset())
+        # A microsecond each. A slice and its view() and permute() need three.
+        views = map(buffer.as_strided, shapes.tolist(), self.strides.tolist(), starts.tolist())
+        return Pieces(views, buffer, self.sizes)
 
 
 class Pieces(list[torch.Tensor]):
     """Images of their own sizes, and the buffer that holds them, and nothing else but a fill."""
 
     def __init__(
-        self, images: Iterable[torch.Tensor] = (), buffer: torch.Tensor | None = None
+        self,
+        images: Iterable[torch.Tensor] = (),
+        buffer: torch.Tensor | None = None,
+        sizes: Ints | None = None,
     ) -> None:
         super().__init__(images)
         self.buffer = buffer  # None once some were taken out
+        self.sizes = sizes  # (N, 2), likewise
 
 
 class PaddedImages(NamedTuple):
@@ -317,6 +322,8 @@ class PatchPadding(PatchForm):
 
 def _sizes_of(images: Sequence[torch.Tensor]) -> Ints:
     """``(N, 2)``, height and width of each image."""
+    if isinstance(images, Pieces) and images.sizes is not None:
+        return images.sizes
     return np.array([image.shape[-2:] for image in images], np.int64)
 
 

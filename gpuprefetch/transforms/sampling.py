@@ -33,6 +33,13 @@ def size_at(sizes: Sizes, position: int) -> Size:
     return height, width
 
 
+class LeftOut(NamedTuple):
+    """Boxes that a crop among boxes has left out: all that remains of one is the crop's corner."""
+
+    boxes: npt.NDArray[np.bool_]  # (P,), which of an image's boxes
+    corner: Floats  # (2,), y and x in the image, whose pixel k reaches from k to k + 1
+
+
 @dataclass(slots=True)
 class Sampling:
     """Where each output pixel of N images comes from; every array is ``(N, 2)``, y then x.
@@ -58,6 +65,7 @@ class Sampling:
     first: Floats
     last: Floats
     length: Floats
+    left_out: tuple[LeftOut | None, ...] = ()  # one an image; empty without a crop among boxes
 
     @staticmethod
     def identity(sizes: npt.ArrayLike) -> "Sampling":
@@ -131,12 +139,14 @@ class OneSampling(NamedTuple):
 
     row: Floats
     size: Size
+    left_out: LeftOut | None = None
 
 
 def each_of(sampling: Sampling) -> list[OneSampling]:
     """The sampling of each image."""
     sizes = [(height, width) for height, width in sampling.length.astype(np.int64).tolist()]
-    return [OneSampling(row, size) for row, size in zip(sampling.rows(), sizes, strict=True)]
+    left_out = sampling.left_out or [None] * len(sizes)
+    return [*map(OneSampling, sampling.rows(), sizes, left_out)]
 
 
 class HeadOp(Protocol):
@@ -502,6 +512,50 @@ class ZoomOutOp:
         room = (size - length).astype(np.float32)
         before = np.floor(room * u[:, 2:0:-1]).astype(np.float64)  # the left first
         return sampling.crop(-before, size)
+
+
+class ChosenAmongBoxes(NamedTuple):
+    """A part of a picture, and which of its boxes are within."""
+
+    part: Box
+    within: npt.NDArray[np.bool_]  # (P,)
+
+
+# Chooses a part of a picture: of a seed, and of the boxes in it. None for the whole picture.
+ChooseAmongBoxes = Callable[[int, object], ChosenAmongBoxes | None]
+# The boxes of an image where it has been sampled this way; None for an image that nobody gets.
+BoxesOf = Callable[[OneSampling], object] | None
+
+
+@dataclass(frozen=True, slots=True)
+class AmongBoxesOp:
+    """A part of the image that is chosen among its boxes, at the scale of the image."""
+
+    choose: ChooseAmongBoxes
+    boxes: tuple[BoxesOf, ...] | None = None  # of the images of one batch; None before there is one
+
+    def __call__(self, sampling: Sampling, keys: Keys, like: Floats | None = None) -> Sampling:
+        if self.boxes is None:
+            raise ValueError(
+                "RandomIoUCrop chooses a part among boxes, and these images come without. Let the "
+                "dataset return EncodedImage and tv_tensors.BoundingBoxes beside it."
+            )
+        if like is not None and (sampling.length != like).any():
+            raise ValueError(
+                "RandomIoUCrop cuts one part out of all images of a sample, and a sample has "
+                "images of several sizes here. Put Resize((height, width)) before it."
+            )
+        start = np.zeros_like(sampling.length)
+        size = sampling.length.copy()
+        left_out = list(sampling.left_out or [None] * len(size))
+        for n, (one, boxes) in enumerate(zip(each_of(sampling), self.boxes, strict=True)):
+            chosen = None if boxes is None else self.choose(derive(keys[n], 0), boxes(one))
+            if chosen is not None:
+                start[n] = chosen.part[:2]
+                size[n] = chosen.part[2:]
+                corner = sampling.origin[n] + sampling.step[n] * (start[n] - 0.5) + 0.5
+                left_out[n] = LeftOut(~chosen.within, corner)
+        return replace(sampling.crop(start, size), left_out=tuple(left_out))
 
 
 @dataclass(frozen=True, slots=True)
