@@ -435,14 +435,14 @@ import torch, torch.distributed as dist, with_trainer
 
 seen = []
 
-class Noting(with_trainer.Trainer):
+class Noting(with_trainer.ImageTrainer):
     def training_step(self, model, inputs, *rest):
         images = inputs["pixel_values"]
         assert images.dtype == torch.float32 and images.shape[1:] == (3, 16, 16)
         seen.append([inputs["labels"].tolist(), images.double().sum().item()])
         return super().training_step(model, inputs, *rest)
 
-with_trainer.Trainer = Noting
+with_trainer.ImageTrainer = Noting
 folder, out = sys.argv[1:]
 
 def run(resume=None, **options):
