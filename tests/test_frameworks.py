@@ -428,6 +428,66 @@ def test_keras(folder, monkeypatch, tmp_path, capsys):
     assert "3/3" in capsys.readouterr().out
 
 
+NO_TRAINER = """
+import sys, datasets, torch
+from torch.utils.data import DataLoader
+from torchvision import transforms as v1
+from accelerate import Accelerator
+from with_accelerate import moved, skip_first_batches
+
+crop = (v1.RandomResizedCrop(16), v1.RandomHorizontalFlip())
+floats = (v1.ToTensor(), v1.Normalize((0.5,) * 3, (0.5,) * 3))
+pipeline = v1.Compose([*crop, *floats])
+center = v1.Compose([v1.Resize(16), v1.CenterCrop(16), *floats])
+
+def loader(split, pipeline, shuffle):
+    folder = f"{sys.argv[1]}/{split}"
+    rows = datasets.load_dataset("imagefolder", data_dir=folder, split="train")
+
+    def preprocess(batch):
+        batch["pixel_values"] = [pipeline(image.convert("RGB")) for image in batch["image"]]
+        return batch
+
+    def collate(examples):
+        labels = torch.tensor([example["label"] for example in examples])
+        return {"pixel_values": torch.stack([e["pixel_values"] for e in examples]), "labels": labels}
+
+    return DataLoader(rows.with_transform(preprocess), 4, shuffle=shuffle, collate_fn=collate)
+
+accelerator = Accelerator(cpu=True)
+plain = loader("val", center, False)
+(val,) = moved(accelerator.prepare(plain))
+for one, other in zip(val, plain, strict=True):
+    assert torch.equal(one["labels"], other["labels"])
+    assert (one["pixel_values"] - other["pixel_values"]).abs().max() < 0.017  # a level
+
+def begun():
+    torch.manual_seed(4)
+    (prepared,) = moved(accelerator.prepare(loader("train", pipeline, True)))
+    torch.manual_seed(5)
+    return prepared
+
+whole = list(begun())
+assert sorted(n for batch in whole for n in batch["labels"].tolist()) == list(range(18))
+rest = list(skip_first_batches(begun(), 2))
+for one, other in zip(rest, whole[2:], strict=True):
+    assert torch.equal(one["labels"], other["labels"])
+    assert torch.equal(one["pixel_values"], other["pixel_values"])
+"""
+
+
+def test_a_prepared_loader_of_rows_is_moved(folder, tmp_path):
+    for name in ("accelerate", "datasets"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    options = {"PYTHONPATH": str(FOLDER), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    modules = ["accelerate", "datasets"]
+    child = Child(NO_TRAINER, str(folder), CUDA_VISIBLE_DEVICES="", modules=modules, **options)
+    out, err = child.communicate(240)
+    assert child.returncode == 0, err
+    assert out.count("accelerate: ") == 3  # a plan each
+
+
 TRAINER = """
 import sys, warnings
 warnings.simplefilter("ignore")
@@ -435,17 +495,23 @@ import torch, torch.distributed as dist, with_trainer
 
 seen = []
 
-class Noting(with_trainer.ImageTrainer):
+class Noting:
     def training_step(self, model, inputs, *rest):
         images = inputs["pixel_values"]
         assert images.dtype == torch.float32 and images.shape[1:] == (3, 16, 16)
         seen.append([inputs["labels"].tolist(), images.double().sum().item()])
         return super().training_step(model, inputs, *rest)
 
-with_trainer.ImageTrainer = Noting
+class Plain(Noting, with_trainer.Trainer):
+    pass
+
+class Moved(Noting, with_trainer.ImageTrainer):
+    pass
+
 folder, out = sys.argv[1:]
 
-def run(resume=None, **options):
+def run(resume=None, kind=Moved, **options):
+    with_trainer.ImageTrainer = kind
     options = {"per_device_train_batch_size": 4, "dataloader_num_workers": 0} | options
     options |= {"disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
     seen.clear()
@@ -459,7 +525,15 @@ assert len(whole) == 10
 for epoch in (whole[:5], whole[5:]):
     assert sorted(n for labels, _ in epoch for n in labels) == list(range(18))
 assert len({pixels for _, pixels in whole}) == 10
-assert len(trainer.predict(trainer.eval_dataset).label_ids) == 18
+predicted = trainer.predict(trainer.eval_dataset)
+assert len(predicted.label_ids) == 18
+_, plain = run(kind=Plain, save_strategy="no", max_steps=1)
+plain.model = plain.model_wrapped = trainer.model
+in_workers = plain.predict(plain.eval_dataset)
+assert (in_workers.label_ids == predicted.label_ids).all()
+assert abs(in_workers.predictions - predicted.predictions).max() < 0.01
+plain_run, _ = run(kind=Plain, save_strategy="no")
+assert [labels for labels, _ in plain_run] == [labels for labels, _ in whole]
 for step in (2, 5, 8):
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     rest, _ = run(f"{out}/checkpoint-{step}", save_strategy="no", **(options if step > 5 else {}))
