@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import textwrap
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from children import Child, ranks
+from pictures import draw
 from PIL import Image
 from small_model import get_model
 from torch.utils.data import DataLoader, IterableDataset
@@ -449,8 +451,8 @@ def loader(split, pipeline, shuffle):
         return batch
 
     def collate(examples):
-        labels = torch.tensor([example["label"] for example in examples])
-        return {"pixel_values": torch.stack([e["pixel_values"] for e in examples]), "labels": labels}
+        images = torch.stack([example["pixel_values"] for example in examples])
+        return {"pixel_values": images, "labels": torch.tensor([e["label"] for e in examples])}
 
     return DataLoader(rows.with_transform(preprocess), 4, shuffle=shuffle, collate_fn=collate)
 
@@ -476,6 +478,7 @@ for one, other in zip(rest, whole[2:], strict=True):
 """
 
 
+@pytest.mark.slow
 def test_a_prepared_loader_of_rows_is_moved(folder, tmp_path):
     for name in ("accelerate", "datasets"):
         if importlib.util.find_spec(name) is None:
@@ -568,6 +571,83 @@ def test_trainer_resumes_with_what_was_left(folder, tmp_path, count, code):
         children = ranks(count, *arguments, modules=modules, **options)
     outputs = [child.communicate(240) for child in children]
     assert not any(child.returncode for child in children), "\n".join(map(str, outputs))
+
+
+VISION_LANGUAGE = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch, with_qwen2_vl
+from PIL import Image
+
+folder, out = sys.argv[1:]
+seen = []
+
+class Noting(with_qwen2_vl.VisionLanguageTrainer):
+    def training_step(self, *given):
+        loss = super().training_step(*given)
+        seen.append(loss.item())
+        return loss
+
+with_qwen2_vl.VisionLanguageTrainer = Noting
+
+def run(resume=None, **options):
+    options = {"per_device_train_batch_size": 4, "dataloader_num_workers": 0} | options
+    options |= {"disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
+    seen.clear()
+    trainer, processor = with_qwen2_vl.main(folder, out, resume=resume, **options)
+    return list(seen), trainer, processor
+
+whole, trainer, processor = run(save_strategy="steps", save_steps=2)
+assert len(whole) == 6 and sum(whole[-3:]) < sum(whole[:3])
+for step in (2, 4):
+    rest, _, _ = run(f"{out}/checkpoint-{step}", save_strategy="no")
+    assert rest == whole[step:], (step, rest, whole)
+
+# What the whole processor makes of the same samples: no draws in evaluation.
+model = trainer.model.eval()
+images = trainer.eval_dataset.images
+level = 1 / 255 / min(processor.image_processor.image_std)
+first = 0
+for batch in trainer.get_eval_dataloader():
+    ours = with_qwen2_vl.named(batch)
+    count = len(ours["input_ids"])
+    samples = range(first, first + count)
+    pictures = [Image.open(images.samples[i][0]).convert("RGB") for i in samples]
+    texts = [trainer.eval_dataset[i][1].format(image=processor.image_token) for i in samples]
+    theirs = processor(images=pictures, text=texts, padding=True, return_tensors="pt")
+    assert {*theirs} == {*ours} - {"labels"}
+    for name, values in theirs.items():
+        if name != "pixel_values":
+            assert torch.equal(ours[name], values), name
+    off = ours["pixel_values"] - theirs["pixel_values"]
+    assert off.abs().max() <= level * 1.01
+
+    def loss(pixels):
+        with torch.no_grad():
+            return model(**ours | {"pixel_values": pixels}).loss.item()
+
+    plain = loss(theirs["pixel_values"])
+    # A level on all values at once may move the loss more than a level on some of them.
+    moves = [abs(loss(theirs["pixel_values"] + sign * level) - plain) for sign in (-1, 1)]
+    assert abs(loss(ours["pixel_values"]) - plain) <= max(moves) < 0.1, moves
+    first += count
+assert first == 12
+"""
+
+
+@pytest.mark.slow
+def test_a_vision_language_model(tmp_path):
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    for split, name, i in product(("train", "val"), "ab", range(6)):
+        path = tmp_path / split / name / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw(31 + 40 * i, 170 - 17 * i, seed=i)).save(path)
+    options = {"PYTHONPATH": str(FOLDER), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    arguments = VISION_LANGUAGE, str(tmp_path), str(tmp_path / "out")
+    child = Child(*arguments, CUDA_VISIBLE_DEVICES="", modules=["transformers"], **options)
+    out, err = child.communicate(240)
+    assert child.returncode == 0, f"{out}\n{err}"
 
 
 FASTAI = """

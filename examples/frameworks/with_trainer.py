@@ -46,7 +46,7 @@ class Moved:
     """Stands before ``Trainer`` among the bases of a class: its loaders are moved to the device."""
 
     def get_train_dataloader(self):
-        return self.moved(super().get_train_dataloader())
+        return self.moved(super().get_train_dataloader(), training=True)
 
     def get_eval_dataloader(self, eval_dataset=None):
         return self.moved(super().get_eval_dataloader(eval_dataset))
@@ -54,14 +54,14 @@ class Moved:
     def get_test_dataloader(self, test_dataset):
         return self.moved(super().get_test_dataloader(test_dataset))
 
-    def moved(self, prepared):
+    def moved(self, prepared, training=False):
         loader = prepared.base_dataloader
         # With persistent workers the Trainer keeps the loader of the last evaluation.
         if not isinstance(loader, DataPrefetcher):
-            prepared.base_dataloader = self.prefetcher(loader)
+            prepared.base_dataloader = self.prefetcher(loader, training)
         return prepared
 
-    def prefetcher(self, loader):
+    def prefetcher(self, loader, training):
         """The loader, with decode and transforms on the device; override it for other options."""
         first = self.state.global_step == 0  # a plan is printed once
         return gpuprefetch.accelerate(loader, device=self.args.device, print_plan=first)

@@ -203,15 +203,16 @@ class FunctionFace:
         self._globals = _globals_of(function)
         self._seen = {place: seen for place, (seen, _) in others.items()}
         self._faces = {place: face for place, (_, face) in others.items()}
-        for name in _stored_by(function.__code__):
-            if name in function.__globals__ or ("around", name) in others:
-                raise UndecodedError(
-                    f"{function.__qualname__} sets {name!r}, a variable around it. Let it "
-                    "keep what it counts in an object, such as a list."
-                )
+        stored = _stored_by(function.__code__)
+        self._sets = [n for n in stored if n in function.__globals__ or ("around", n) in others]
 
     def __call__(self, *given: object, **named: object) -> object:
         own = self._function
+        if self._sets:
+            raise UndecodedError(
+                f"{own.__qualname__} sets {self._sets[0]!r}, a variable around it. Let it keep "
+                "what it counts in an object, such as a list."
+            )
         held = _held_by(own, self._globals)
         for place, seen in self._seen.items():
             if held.get(place) is not seen:
