@@ -443,8 +443,8 @@ pipeline = v1.Compose([*crop, *floats])
 center = v1.Compose([v1.Resize(16), v1.CenterCrop(16), *floats])
 
 def loader(split, pipeline, shuffle):
-    folder = f"{sys.argv[1]}/{split}"
-    rows = datasets.load_dataset("imagefolder", data_dir=folder, split="train")
+    options = {"data_dir": f"{sys.argv[1]}/{split}", "cache_dir": sys.argv[2]}
+    rows = datasets.load_dataset("imagefolder", split="train", **options)
 
     def preprocess(batch):
         batch["pixel_values"] = [pipeline(image.convert("RGB")) for image in batch["image"]]
@@ -485,7 +485,8 @@ def test_a_prepared_loader_of_rows_is_moved(folder, tmp_path):
             pytest.skip(f"{name} is not installed")
     options = {"PYTHONPATH": str(FOLDER), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     modules = ["accelerate", "datasets"]
-    child = Child(NO_TRAINER, str(folder), CUDA_VISIBLE_DEVICES="", modules=modules, **options)
+    arguments = NO_TRAINER, str(folder), str(tmp_path)
+    child = Child(*arguments, CUDA_VISIBLE_DEVICES="", modules=modules, **options)
     out, err = child.communicate(240)
     assert child.returncode == 0, err
     assert out.count("accelerate: ") == 3  # a plan each

@@ -1,6 +1,7 @@
 """Hugging Face's datasets move with the function that ``set_transform`` was given."""
 
 import functools
+import gc
 import io
 import json
 import pickle
@@ -333,3 +334,41 @@ def test_the_advice_for_rows_without_a_function_works():
         strict=True,
     ):
         assert (one["image"] - other["pixel_values"]).abs().max() <= 2 / 255
+
+
+def test_the_users_dataset_outlives_the_views_of_it():
+    """``datasets`` deletes a table in ``__del__``, which a view shares."""
+    dataset = with_function(EXACT)
+    part = Subset(dataset, [1, 2])
+    for _ in range(2):
+        moved = accelerate(loader_of(part), **CPU)
+        assert len([*moved]) == 1
+        del moved
+        gc.collect()
+    assert isinstance(dataset[0]["image"], Image.Image)
+
+    class Closing(ImageLike):
+        open = True
+
+        def __del__(self):
+            vars(self)["open"] = False
+
+    closing = Closing()
+    moved = accelerate(DataLoader(closing, 2), **CPU)
+    del moved
+    gc.collect()
+    assert closing.open
+
+
+class ImageLike(torch.utils.data.Dataset):
+    transform = None
+
+    def __init__(self):
+        self.transform = EXACT
+        self.files = [each["bytes"] for each in (encoded(draw(40, 50), format="JPEG"),) * 2]
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.transform(Image.open(io.BytesIO(self.files[index])).convert("RGB"))

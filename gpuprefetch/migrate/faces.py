@@ -218,17 +218,18 @@ class FunctionFace:
             if held.get(place) is not seen:
                 raise stale(f"{place[1]} of {own.__qualname__}")
         found = held | self._faces
-        # Other names are read where the function stands, at the moment of the call.
-        globals_ = own.__globals__ | {n: found["global", n] for n in self._globals}
+        # Other globals are what they are at the moment of the call.
+        others = {name: face for (kind, name), face in self._faces.items() if kind == "global"}
         cells = zip(own.__code__.co_freevars, own.__closure__ or (), strict=True)
         closure = tuple(
             CellType(self._faces[place]) if (place := ("around", name)) in self._faces else cell
             for name, cell in cells
         )
         defaults = tuple(found["default", name] for name in _with_defaults(own))
-        function = FunctionType(own.__code__, globals_, own.__name__, defaults, closure)
-        others = {name: found["default", name] for name in own.__kwdefaults__ or {}}
-        return function(*given, **(others | named))
+        scope = own.__globals__ | others
+        function = FunctionType(own.__code__, scope, own.__name__, defaults, closure)
+        by_name = {name: found["default", name] for name in own.__kwdefaults__ or {}}
+        return function(*given, **(by_name | named))
 
 
 def _held_by(function: FunctionType, global_names: Sequence[str]) -> dict[Place, Any]:
