@@ -38,6 +38,7 @@ from gpuprefetch import (
 )
 from gpuprefetch.images import folder as reading
 from gpuprefetch.images.decode import ImageDecoder
+from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.explain import explain
@@ -339,7 +340,6 @@ BEFORE = {
     "module": by_a_module,
     "drawn on": drawn_on,
     "gray": lambda picture: picture.convert("L").convert("RGB"),
-    "upright": ImageOps.exif_transpose,
     "transposed": lambda picture: picture.transpose(Image.Transpose.ROTATE_90),
     "another": lambda picture: Image.new("RGB", picture.size),
     "opened otherwise": lambda picture: open_by_another_name(io.BytesIO(PNG)),
@@ -357,6 +357,49 @@ def turned_in_place(picture):
 def given_others_pixels(picture):
     picture.im = Image.new("RGB", picture.size, (1, 2, 3)).im
     return picture
+
+
+@pytest.mark.parametrize("orientation", [None, 1, 6])
+def test_a_file_that_is_upright_already_is_left_encoded(tmp_path, orientation):
+    exif = Image.Exif()
+    if orientation is not None:
+        exif[274] = orientation
+    write_folder(tmp_path, [draw(40, 60, seed=i) for i in range(3)], "jpg", exif=exif)
+
+    class Upright(ImageFolder):
+        def __getitem__(self, index):
+            path, target = self.samples[index]
+            picture = Image.open(path)
+            picture.load()
+            assert picture.getexif().get(274) == orientation
+            return self.transform(ImageOps.exif_transpose(picture).convert("RGB")), target
+
+    dataset = Upright(tmp_path, PIPELINE)
+    moved = accelerate(DataLoader(dataset, 3), **CPU)
+    by_dataset = "decode by the dataset, in the workers (it uses .transpose" in moved.describe()
+    assert by_dataset is (orientation == 6)
+    ((images, _),) = moved
+    want = torch.stack([image for image, _ in dataset])
+    assert (images - want).abs().max() <= 2 / 255
+
+
+def test_a_picture_beside_what_its_transform_gave_stays_in_the_workers(folder):
+    class Both(ImageFolder):
+        def __getitem__(self, index):
+            picture = self.loader(self.samples[index][0])
+            return {"picture": picture, "image": self.transform(picture)}
+
+    def collate(samples):
+        return torch.stack([sample["image"] for sample in samples])
+
+    def uses(samples):
+        return [sample["picture"].size for sample in samples]
+
+    loader = DataLoader(Both(folder, PIPELINE), 4, collate_fn=collate)
+    assert next(iter(accelerate(loader, **CPU))).shape == (4, 3, 32, 32)
+    loader = DataLoader(Both(folder, PIPELINE), 4, collate_fn=uses)
+    with pytest.raises(UndecodedError, match=r"itself is used after its sample was made, by .size"):
+        next(iter(accelerate(loader, **CPU)))
 
 
 NO_PICTURE = {

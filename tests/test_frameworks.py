@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import textwrap
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from children import Child, ranks
+from pictures import draw
 from PIL import Image
 from small_model import get_model
 from torch.utils.data import DataLoader, IterableDataset
@@ -428,6 +430,68 @@ def test_keras(folder, monkeypatch, tmp_path, capsys):
     assert "3/3" in capsys.readouterr().out
 
 
+NO_TRAINER = """
+import sys, datasets, torch
+from torch.utils.data import DataLoader
+from torchvision import transforms as v1
+from accelerate import Accelerator
+from with_accelerate import moved, skip_first_batches
+
+crop = (v1.RandomResizedCrop(16), v1.RandomHorizontalFlip())
+floats = (v1.ToTensor(), v1.Normalize((0.5,) * 3, (0.5,) * 3))
+pipeline = v1.Compose([*crop, *floats])
+center = v1.Compose([v1.Resize(16), v1.CenterCrop(16), *floats])
+
+def loader(split, pipeline, shuffle):
+    options = {"data_dir": f"{sys.argv[1]}/{split}", "cache_dir": sys.argv[2]}
+    rows = datasets.load_dataset("imagefolder", split="train", **options)
+
+    def preprocess(batch):
+        batch["pixel_values"] = [pipeline(image.convert("RGB")) for image in batch["image"]]
+        return batch
+
+    def collate(examples):
+        images = torch.stack([example["pixel_values"] for example in examples])
+        return {"pixel_values": images, "labels": torch.tensor([e["label"] for e in examples])}
+
+    return DataLoader(rows.with_transform(preprocess), 4, shuffle=shuffle, collate_fn=collate)
+
+accelerator = Accelerator(cpu=True)
+plain = loader("val", center, False)
+(val,) = moved(accelerator.prepare(plain))
+for one, other in zip(val, plain, strict=True):
+    assert torch.equal(one["labels"], other["labels"])
+    assert (one["pixel_values"] - other["pixel_values"]).abs().max() < 0.017  # a level
+
+def begun():
+    torch.manual_seed(4)
+    (prepared,) = moved(accelerator.prepare(loader("train", pipeline, True)))
+    torch.manual_seed(5)
+    return prepared
+
+whole = list(begun())
+assert sorted(n for batch in whole for n in batch["labels"].tolist()) == list(range(18))
+rest = list(skip_first_batches(begun(), 2))
+for one, other in zip(rest, whole[2:], strict=True):
+    assert torch.equal(one["labels"], other["labels"])
+    assert torch.equal(one["pixel_values"], other["pixel_values"])
+"""
+
+
+@pytest.mark.slow
+def test_a_prepared_loader_of_rows_is_moved(folder, tmp_path):
+    for name in ("accelerate", "datasets"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    options = {"PYTHONPATH": str(FOLDER), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    modules = ["accelerate", "datasets"]
+    arguments = NO_TRAINER, str(folder), str(tmp_path)
+    child = Child(*arguments, CUDA_VISIBLE_DEVICES="", modules=modules, **options)
+    out, err = child.communicate(240)
+    assert child.returncode == 0, err
+    assert out.count("accelerate: ") == 3  # a plan each
+
+
 TRAINER = """
 import sys, warnings
 warnings.simplefilter("ignore")
@@ -435,17 +499,23 @@ import torch, torch.distributed as dist, with_trainer
 
 seen = []
 
-class Noting(with_trainer.Trainer):
+class Noting:
     def training_step(self, model, inputs, *rest):
         images = inputs["pixel_values"]
         assert images.dtype == torch.float32 and images.shape[1:] == (3, 16, 16)
         seen.append([inputs["labels"].tolist(), images.double().sum().item()])
         return super().training_step(model, inputs, *rest)
 
-with_trainer.Trainer = Noting
+class Plain(Noting, with_trainer.Trainer):
+    pass
+
+class Moved(Noting, with_trainer.ImageTrainer):
+    pass
+
 folder, out = sys.argv[1:]
 
-def run(resume=None, **options):
+def run(resume=None, kind=Moved, **options):
+    with_trainer.ImageTrainer = kind
     options = {"per_device_train_batch_size": 4, "dataloader_num_workers": 0} | options
     options |= {"disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
     seen.clear()
@@ -459,7 +529,15 @@ assert len(whole) == 10
 for epoch in (whole[:5], whole[5:]):
     assert sorted(n for labels, _ in epoch for n in labels) == list(range(18))
 assert len({pixels for _, pixels in whole}) == 10
-assert len(trainer.predict(trainer.eval_dataset).label_ids) == 18
+predicted = trainer.predict(trainer.eval_dataset)
+assert len(predicted.label_ids) == 18
+_, plain = run(kind=Plain, save_strategy="no", max_steps=1)
+plain.model = plain.model_wrapped = trainer.model
+in_workers = plain.predict(plain.eval_dataset)
+assert (in_workers.label_ids == predicted.label_ids).all()
+assert abs(in_workers.predictions - predicted.predictions).max() < 0.01
+plain_run, _ = run(kind=Plain, save_strategy="no")
+assert [labels for labels, _ in plain_run] == [labels for labels, _ in whole]
 for step in (2, 5, 8):
     options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     rest, _ = run(f"{out}/checkpoint-{step}", save_strategy="no", **(options if step > 5 else {}))
@@ -494,6 +572,83 @@ def test_trainer_resumes_with_what_was_left(folder, tmp_path, count, code):
         children = ranks(count, *arguments, modules=modules, **options)
     outputs = [child.communicate(240) for child in children]
     assert not any(child.returncode for child in children), "\n".join(map(str, outputs))
+
+
+VISION_LANGUAGE = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch, with_qwen2_vl
+from PIL import Image
+
+folder, out = sys.argv[1:]
+seen = []
+
+class Noting(with_qwen2_vl.VisionLanguageTrainer):
+    def training_step(self, *given):
+        loss = super().training_step(*given)
+        seen.append(loss.item())
+        return loss
+
+with_qwen2_vl.VisionLanguageTrainer = Noting
+
+def run(resume=None, **options):
+    options = {"per_device_train_batch_size": 4, "dataloader_num_workers": 0} | options
+    options |= {"disable_tqdm": True, "logging_strategy": "no", "use_cpu": True}
+    seen.clear()
+    trainer, processor = with_qwen2_vl.main(folder, out, resume=resume, **options)
+    return list(seen), trainer, processor
+
+whole, trainer, processor = run(save_strategy="steps", save_steps=2)
+assert len(whole) == 6 and sum(whole[-3:]) < sum(whole[:3])
+for step in (2, 4):
+    rest, _, _ = run(f"{out}/checkpoint-{step}", save_strategy="no")
+    assert rest == whole[step:], (step, rest, whole)
+
+# What the whole processor makes of the same samples: no draws in evaluation.
+model = trainer.model.eval()
+images = trainer.eval_dataset.images
+level = 1 / 255 / min(processor.image_processor.image_std)
+first = 0
+for batch in trainer.get_eval_dataloader():
+    ours = with_qwen2_vl.named(batch)
+    count = len(ours["input_ids"])
+    samples = range(first, first + count)
+    pictures = [Image.open(images.samples[i][0]).convert("RGB") for i in samples]
+    texts = [trainer.eval_dataset[i][1].format(image=processor.image_token) for i in samples]
+    theirs = processor(images=pictures, text=texts, padding=True, return_tensors="pt")
+    assert {*theirs} == {*ours} - {"labels"}
+    for name, values in theirs.items():
+        if name != "pixel_values":
+            assert torch.equal(ours[name], values), name
+    off = ours["pixel_values"] - theirs["pixel_values"]
+    assert off.abs().max() <= level * 1.01
+
+    def loss(pixels):
+        with torch.no_grad():
+            return model(**ours | {"pixel_values": pixels}).loss.item()
+
+    plain = loss(theirs["pixel_values"])
+    # A level on all values at once may move the loss more than a level on some of them.
+    moves = [abs(loss(theirs["pixel_values"] + sign * level) - plain) for sign in (-1, 1)]
+    assert abs(loss(ours["pixel_values"]) - plain) <= max(moves) < 0.1, moves
+    first += count
+assert first == 12
+"""
+
+
+@pytest.mark.slow
+def test_a_vision_language_model(tmp_path):
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    for split, name, i in product(("train", "val"), "ab", range(6)):
+        path = tmp_path / split / name / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw(31 + 40 * i, 170 - 17 * i, seed=i)).save(path)
+    options = {"PYTHONPATH": str(FOLDER), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    arguments = VISION_LANGUAGE, str(tmp_path), str(tmp_path / "out")
+    child = Child(*arguments, CUDA_VISIBLE_DEVICES="", modules=["transformers"], **options)
+    out, err = child.communicate(240)
+    assert child.returncode == 0, f"{out}\n{err}"
 
 
 FASTAI = """

@@ -297,7 +297,7 @@ class TwoCrops:
 
 
 def of_closure(pipeline):
-    return lambda picture: (pipeline(picture), pipeline(picture))
+    return lambda picture: (pipeline(picture) + 1, pipeline(picture))
 
 
 # A transform of several views that does not show them, and the line of the message.

@@ -180,7 +180,8 @@ def test_transforms_run(wrapped, capsys):
     assert sides == [224] * 2 + [96] * 8
 
 
-def test_migration_runs(wrapped, capsys):
+def test_migration_runs(wrapped, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = pytest.importorskip("timm.data")
     # Without workers there are none to keep, and timm before 1.0.29 keeps them by default.
     create_loader = partial(data.create_loader, persistent_workers=False)

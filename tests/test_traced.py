@@ -176,6 +176,7 @@ VIEWS = {
     "a dict": Named(),
     "a named tuple": AsPair(),
     "in a Compose": v1.Compose([TwoCrops(SMALL)]),
+    "a function": lambda picture: (LARGE(picture), SMALL(picture)),
 }
 
 

@@ -5,17 +5,26 @@
 
 What ``prepare`` returns splits the data between processes and counts batches around the loader that
 it holds; so gradient accumulation and ``gather_for_metrics`` go on working.
+
+A script whose datasets decode and transform in the workers, such as transformers' own
+``run_image_classification_no_trainer.py``, changes in three lines::
+
+    from with_accelerate import moved, skip_first_batches
+    train_dataloader, eval_dataloader = moved(train_dataloader, eval_dataloader)  # after prepare
+    active_dataloader = skip_first_batches(train_dataloader, resume_step)  # to resume
 """
 
 import sys
 from pathlib import Path
 
+import accelerate
 import kornia.augmentation as K
 import torch
 import torchvision
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
+import gpuprefetch
 from gpuprefetch import (
     CenterCrop,
     DataPrefetcher,
@@ -35,6 +44,22 @@ def prepare(accelerator, loader, transforms):
         prepared.base_dataloader, device=accelerator.device, transforms=transforms
     )
     return prepared
+
+
+def moved(*loaders):
+    """Put the decode and the transforms of prepared loaders on their device."""
+    for prepared in loaders:
+        prepared.base_dataloader = gpuprefetch.accelerate(
+            prepared.base_dataloader, device=prepared.device
+        )
+    return loaders
+
+
+def skip_first_batches(prepared, count):
+    """accelerate's, which makes a loader without the prefetcher: that goes in again."""
+    rest = accelerate.skip_first_batches(prepared, count)
+    rest.base_dataloader = prepared.base_dataloader.over(rest.base_dataloader)
+    return rest
 
 
 def main(root, epochs=2, batch_size=64, num_workers=2, size=64):

@@ -4,8 +4,13 @@
     python with_trainer.py FOLDER     # train/CLASS/*.jpg and val/CLASS/*.jpg
     torchrun --nproc-per-node=2 with_trainer.py FOLDER
 
-The dataset is one of ``datasets`` whose files are not decoded: ``set_transform`` hands them out as
-they are. Evaluation, several ranks and ``train(resume_from_checkpoint=...)`` are the Trainer's own.
+The datasets are those of transformers' own ``run_image_classification.py``: ``set_transform`` takes
+a function of rows that calls torchvision's transforms. In that script two lines change::
+
+    from with_trainer import ImageTrainer
+    trainer = ImageTrainer(  # in place of Trainer(
+
+Evaluation, several ranks and ``train(resume_from_checkpoint=...)`` are the Trainer's own.
 """
 
 import sys
@@ -16,13 +21,13 @@ import accelerate
 import datasets
 import torch
 import transformers
-from torch.utils.data import default_collate
 from torchvision.transforms import v2
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 
-from gpuprefetch import DataPrefetcher, EncodedImage
+import gpuprefetch
+from gpuprefetch import DataPrefetcher
 
-FLOATS = (v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5,) * 3, (0.5,) * 3))
+FLOATS = (v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5,) * 3, (0.5,) * 3))
 
 
 def skip_first_batches(prepared, count):
@@ -37,47 +42,50 @@ def skip_first_batches(prepared, count):
 transformers.trainer.skip_first_batches = skip_first_batches
 
 
-class Prefetched:
-    """Stands before ``Trainer`` among the bases of a class.
-
-    Its attributes are the transforms, as a ``DataPrefetcher`` takes them.
-    """
-
-    train_transforms = ()
-    eval_transforms = ()
+class Moved:
+    """Stands before ``Trainer`` among the bases of a class: its loaders are moved to the device."""
 
     def get_train_dataloader(self):
-        return self.prefetched(super().get_train_dataloader(), self.train_transforms)
+        return self.moved(super().get_train_dataloader(), training=True)
 
     def get_eval_dataloader(self, eval_dataset=None):
-        return self.prefetched(super().get_eval_dataloader(eval_dataset), self.eval_transforms)
+        return self.moved(super().get_eval_dataloader(eval_dataset))
 
     def get_test_dataloader(self, test_dataset):
-        return self.prefetched(super().get_test_dataloader(test_dataset), self.eval_transforms)
+        return self.moved(super().get_test_dataloader(test_dataset))
 
-    def prefetched(self, prepared, transforms):
+    def moved(self, prepared, training=False):
         loader = prepared.base_dataloader
         # With persistent workers the Trainer keeps the loader of the last evaluation.
         if not isinstance(loader, DataPrefetcher):
-            prepared.base_dataloader = DataPrefetcher(
-                loader, device=self.args.device, transforms=transforms
-            )
+            prepared.base_dataloader = self.prefetcher(loader, training)
         return prepared
 
-
-def encoded(rows):
-    """For ``set_transform``: the files of some rows, encoded, under the names of the model."""
-    files = rows["image"]
-    data = [file["bytes"] or Path(file["path"]).read_bytes() for file in files]
-    images = [EncodedImage(d, path=file["path"] or "") for d, file in zip(data, files, strict=True)]
-    return {"pixel_values": images, "labels": rows["label"]}
+    def prefetcher(self, loader, training):
+        """The loader, with decode and transforms on the device; override it for other options."""
+        first = self.state.global_step == 0  # a plan is printed once
+        return gpuprefetch.accelerate(loader, device=self.args.device, print_plan=first)
 
 
-def load(root, split):
-    files = datasets.load_dataset("imagefolder", data_dir=f"{root}/{split}", split="train")
-    files = files.cast_column("image", datasets.Image(decode=False))
-    files.set_transform(encoded)
-    return files
+class ImageTrainer(Moved, Trainer):
+    pass
+
+
+def load(root, split, pipeline):
+    rows = datasets.load_dataset("imagefolder", data_dir=f"{root}/{split}", split="train")
+
+    def transformed(batch):
+        pictures = batch["image"]
+        batch["pixel_values"] = [pipeline(picture.convert("RGB")) for picture in pictures]
+        return batch
+
+    rows.set_transform(transformed)
+    return rows
+
+
+def collate(examples):
+    images = torch.stack([example["pixel_values"] for example in examples])
+    return {"pixel_values": images, "labels": torch.tensor([e["label"] for e in examples])}
 
 
 def accuracy(predictions):
@@ -86,11 +94,9 @@ def accuracy(predictions):
 
 
 def main(root, out, size=64, resume=None, **options):
-    class ImageTrainer(Prefetched, Trainer):
-        train_transforms = (v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *FLOATS)
-        eval_transforms = v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size), *FLOATS])
-
-    train = load(root, "train")
+    random = (v2.RandomResizedCrop(size), v2.RandomHorizontalFlip())
+    center = (v2.Resize(size * 8 // 7), v2.CenterCrop(size))
+    train = load(root, "train", v2.Compose([*random, *FLOATS]))
     defaults = {"num_train_epochs": 2, "dataloader_num_workers": 2, "eval_strategy": "epoch"}
     args = TrainingArguments(
         output_dir=out,
@@ -109,9 +115,9 @@ def main(root, out, size=64, resume=None, **options):
     trainer = ImageTrainer(
         ViTForImageClassification(config),
         args,
-        data_collator=default_collate,
+        data_collator=collate,
         train_dataset=train,
-        eval_dataset=load(root, "val"),
+        eval_dataset=load(root, "val", v2.Compose([*center, *FLOATS])),
         compute_metrics=accuracy,
     )
     trainer.train(resume_from_checkpoint=resume)

@@ -28,7 +28,8 @@ from gpuprefetch.lists.fused import Given
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors, without_form
-from gpuprefetch.migrate.dataset_view import stale, view_of, worker_part
+from gpuprefetch.migrate.dataset_view import view_of, worker_part
+from gpuprefetch.migrate.faces import stale
 from gpuprefetch.migrate.folders import (
     Checked,
     Folder,
@@ -44,6 +45,7 @@ from gpuprefetch.migrate.folders import (
     takes_several,
 )
 from gpuprefetch.migrate.joint import joint_plan
+from gpuprefetch.migrate.row_functions import function_of
 from gpuprefetch.migrate.stand_ins import TWO_WAYS
 from gpuprefetch.migrate.taken import opened
 from gpuprefetch.migrate.traced import Chain, LeftTraced, name_of_chain
@@ -459,6 +461,7 @@ class _Moved:
         self.added = added
         self._collates_as_torch = loader.collate_fn is default_collate
         self._folders = folders_in(loader.dataset)
+        self._functions = [function_of(folder.dataset) for folder in self._folders]
         # Workers that decode read files with the folder's own loader, whatever that is.
         names = ("transform", *_DECODING) if split.decodes_on_device else ("transform",)
         self._read = {
@@ -480,12 +483,16 @@ class _Moved:
         folders = folders_in(self.dataset)
         if [id(each.dataset) for each in folders] != [id(each.dataset) for each in self._folders]:
             raise stale("dataset")
+        now = [function_of(folder.dataset) for folder in self._folders]
+        if any(a is not b for a, b in zip(now, self._functions, strict=True)):
+            raise stale("the function of set_transform")
         for name, read in self._read.items():
             if any(map(Snapshot.differs, read, self._values(name))):
-                raise stale(f"dataset.{name}")
+                attribute = self._folders[0].attribute if name == "transform" else name
+                raise stale(f"dataset.{attribute}")
 
 
 def _parts_of(transform: Transform) -> object:
     """A transform, with the pipelines that it holds if it gives several views: they are read."""
     traced = LeftTraced.of_pipeline([*flatten(transform)])
-    return [transform, *traced.pipelines] if traced else transform
+    return [transform, *traced.pipelines.values()] if traced else transform

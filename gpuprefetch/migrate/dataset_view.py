@@ -11,7 +11,7 @@ import contextlib
 import copy
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MemberDescriptorType, SimpleNamespace
@@ -25,6 +25,13 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from gpuprefetch.core.nested import map_leaves
 from gpuprefetch.images.folder import EncodedImageFolder, fault_of
 from gpuprefetch.images.guard import Encoded, UndecodedError, begin_reading
+from gpuprefetch.migrate.faces import stale, with_faces
+from gpuprefetch.migrate.row_functions import (
+    function_of,
+    is_of_rows,
+    pipelines_in,
+    with_transform,
+)
 from gpuprefetch.migrate.stand_ins import (
     LeftEncoded,
     Picture,
@@ -61,7 +68,12 @@ def own_transform(dataset: Dataset) -> str:
 
 
 def own_transforms(dataset: Dataset) -> list[str]:
-    """The attributes that may hold a dataset's transform: ``transform`` alone, if it has that."""
+    """Where a dataset may hold its transform: in ``transform`` alone, if it has that.
+
+    These are attributes, or the variables of the function that ``set_transform`` was given.
+    """
+    if is_of_rows(dataset):
+        return [*pipelines_in(function_of(dataset))]
     given = getattr(dataset, "transform", None)
     if given is not None and getattr(given, "__self__", None) is not dataset:  # no method
         return ["transform"]
@@ -71,6 +83,13 @@ def own_transforms(dataset: Dataset) -> list[str]:
     if not found:
         found = [name for name in names if _takes_several(own[name], name)]
     return ["transforms"] if "transforms" in found else found
+
+
+def transform_at(dataset: Dataset, name: str) -> Any:
+    """The transform that :func:`own_transforms` has found there; None if a variable has no more."""
+    if is_of_rows(dataset):
+        return pipelines_in(function_of(dataset)).get(name)
+    return getattr(dataset, name)
 
 
 def _takes_several(value: object, name: str) -> bool:
@@ -103,11 +122,14 @@ def within(dataset: Dataset) -> dict[str, list[Dataset]]:
     own: dict[str, object] = getattr(dataset, "__dict__", {})
     found = {}
     for name, value in own.items():
-        held = [value] if isinstance(value, TorchDataset) else value
-        if isinstance(held, (list, tuple)) and held:
-            if all(isinstance(each, TorchDataset) for each in held):
-                found[name] = list(held)
+        held = [value] if _is_dataset(value) else value
+        if isinstance(held, (list, tuple)) and held and all(map(_is_dataset, held)):
+            found[name] = list(held)
     return found
+
+
+def _is_dataset(value: object) -> bool:
+    return isinstance(value, TorchDataset) or is_of_rows(value)
 
 
 def _parts(dataset: Dataset) -> list[Dataset]:
@@ -125,12 +147,22 @@ def view_of(dataset: Dataset, transform: Transform) -> Dataset:
     """``dataset`` with its state and another transform; a LeftEncoded leaves files encoded."""
     own = transform_in(dataset)
     encoded = isinstance(transform, LeftEncoded)
+    checked = encoded or _marks(transform)
     if not own:
-        return _view(dataset, _views_within(dataset, transform), encoded=encoded)
+        views = _views_within(dataset, transform)
+        return _view(dataset, views, encoded=encoded, checked=checked)
+    if is_of_rows(dataset):
+        return _view(with_transform(dataset, transform), {}, encoded=encoded, checked=checked)
     instead: dict[str, object] = {own: transform} | _joint(dataset, transform)
     if encoded:
         instead |= _readers(dataset)
-    return _view(dataset, instead, encoded=encoded)
+    return _view(dataset, instead, encoded=encoded, checked=checked)
+
+
+def _marks(transform: Transform) -> bool:
+    """Whether a transform ends in the mark of :func:`worker_part`."""
+    ops = getattr(transform, "transforms", None)
+    return isinstance(ops, list) and _keep in ops
 
 
 def _views_within(dataset: Dataset, transform: Transform) -> dict[str, object]:
@@ -138,7 +170,7 @@ def _views_within(dataset: Dataset, transform: Transform) -> dict[str, object]:
     for name, held in within(dataset).items():
         views = [view_of(each, transform) for each in held]
         value = getattr(dataset, name)
-        instead[name] = views[0] if isinstance(value, TorchDataset) else type(value)(views)
+        instead[name] = views[0] if _is_dataset(value) else type(value)(views)
     return instead
 
 
@@ -166,10 +198,6 @@ def _readers(dataset: Dataset) -> dict[str, object]:
     return {"loader": open_encoded} if loader is Image.open else {}
 
 
-def stale(what: str) -> TypeError:
-    return TypeError(f"{what} has changed since accelerate(). Call it again.")
-
-
 # --- The view ---
 
 
@@ -177,10 +205,11 @@ def stale(what: str) -> TypeError:
 _ADD_NOTHING = (Subset.__getitem__, ConcatDataset.__getitem__)
 
 
-def _view(dataset: Dataset, instead: dict[str, Any], *, encoded: bool) -> Dataset:
+def _view(dataset: Dataset, instead: dict[str, Any], *, encoded: bool, checked: bool) -> Dataset:
     """An object that shares all state of a dataset, but has ``instead`` for some attributes.
 
-    ``encoded`` says that its files stay encoded.
+    ``encoded`` says that its files stay encoded, and ``checked`` that each sample must show that
+    nothing was done to what its transform gave.
     """
     kind = type(dataset)
     seen = {name: vars(dataset).get(name) for name in instead}
@@ -194,7 +223,7 @@ def _view(dataset: Dataset, instead: dict[str, Any], *, encoded: bool) -> Datase
         bare = copy.copy(dataset)
         for name in seen:  # what the view has instead; these may not be picklable
             vars(bare).pop(name, None)
-        return partial(_view, encoded=encoded), (bare, instead)
+        return partial(_view, encoded=encoded, checked=checked), (bare, instead)
 
     def get(method: Any, view: Any, index: Any) -> Any:
         who = f"{kind.__name__}.{method.__name__}({index!r})"
@@ -206,9 +235,7 @@ def _view(dataset: Dataset, instead: dict[str, Any], *, encoded: bool) -> Datase
         return sample
 
     faces: dict[str, Any] = {name: property(partial(read, name)) for name in instead}
-    kept = [getattr(part, "transforms", None) for part in instead.values()]
-    keeps = any(isinstance(ops, list) and _keep in ops for ops in kept)
-    if (encoded or keeps) and getattr(kind, "__getitem__", None) not in _ADD_NOTHING:
+    if checked and getattr(kind, "__getitem__", None) not in _ADD_NOTHING:
         for name in ("__getitem__", "__getitems__"):
             if (method := getattr(kind, name, None)) is not None:
                 faces[name] = _method(partial(get, method))
@@ -218,19 +245,6 @@ def _view(dataset: Dataset, instead: dict[str, Any], *, encoded: bool) -> Datase
     if encoded and _reads_as_folder(kind, instead):
         own["_reads_like"] = EncodedImageFolder.__getitem__  # see images/steady.py
     return with_faces(dataset, own)
-
-
-def with_faces(thing: Any, faces: Mapping[str, object]) -> Any:
-    """An object that shares all state of ``thing``, of a class derived from its class.
-
-    ``faces`` are the attributes of that class, such as properties.
-    """
-    kind = type(thing)
-    # Neither the metaclass of the user's class nor its __init_subclass__ hears of this class.
-    face = type.__new__(type(kind), kind.__name__, (_Unheard, kind), dict(faces))
-    view: Any = object.__new__(face)
-    object.__setattr__(view, "__dict__", vars(thing))
-    return view
 
 
 def _reads_as_folder(kind: type[Dataset], instead: dict[str, Any]) -> bool:
@@ -251,15 +265,6 @@ def _method(call: Any) -> Any:
         return call(view, index)
 
     return method
-
-
-class _Unheard:
-    """Stands before a user's class among the bases of another: its hooks do not run."""
-
-    __slots__ = ()
-
-    def __init_subclass__(cls, **options: object) -> None:
-        pass
 
 
 def _slots_of(dataset: Dataset) -> dict[str, property]:

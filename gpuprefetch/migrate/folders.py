@@ -25,9 +25,11 @@ from gpuprefetch.migrate.dataset_view import (
     own_transform,
     own_transforms,
     refuse_odd_file,
+    transform_at,
     transform_in,
     view_of,
 )
+from gpuprefetch.migrate.row_functions import is_of_rows, without_pipeline
 from gpuprefetch.migrate.stand_ins import AS_IT_IS, KEPT, TWO_WAYS, LeftEncoded, decodes
 from gpuprefetch.migrate.taken import Takes
 from gpuprefetch.migrate.traced import Chain, LeftTraced
@@ -45,11 +47,11 @@ class Folder:
     """A dataset that has a transform, such as torchvision's ``ImageFolder``."""
 
     dataset: Any
-    attribute: str  # which holds the transform
+    attribute: str  # which holds the transform, or the variable of a function of rows
 
     @property
     def transform(self) -> Any:
-        return getattr(self.dataset, self.attribute)
+        return transform_at(self.dataset, self.attribute)
 
     @property
     def name(self) -> str:
@@ -106,6 +108,9 @@ def folders_in(dataset: object) -> list[Folder]:
         if (attribute := transform_in(each))
     ]
     if not found:
+        for each in datasets_in(dataset):
+            if is_of_rows(each):
+                raise UndecodedError(without_pipeline(each))
         several = [name for each in datasets_in(dataset) for name in own_transforms(each)]
         has = f"has several transforms ({', '.join(several)})"
         if not several:
@@ -143,6 +148,8 @@ def _pipelines_of(dataset: object) -> dict[str, object]:
     own: dict[str, object] = getattr(dataset, "__dict__", {})
     processors = [name for name, value in own.items() if image_processor(value) is not None]
     names = own_transforms(dataset) or processors
+    if is_of_rows(dataset):
+        return {name: transform_at(dataset, name) for name in names}
     return {f"dataset.{name}": getattr(dataset, name) for name in names}
 
 

@@ -155,7 +155,7 @@ def parity(
     pipeline = pipeline_of(folders)
     _, ops = opened(pipeline)
     if (traced := LeftTraced.of_pipeline(pipeline)) is not None:
-        paths = [f"transform{path}" for path in traced.asides]
+        paths = [f"transform{path}" for path in traced.pipelines]
         raise TypeError(
             f"parity compares one pipeline, and {title(traced.op)} holds {', '.join(paths)}. Give "
             f"it each in its turn: parity(DataLoader(ImageFolder(root, {paths[0]}), 64))."

@@ -26,12 +26,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, cast
 
 import numpy as np
 import torch
 
-from gpuprefetch.core.nested import Sample, select
+from gpuprefetch.core.nested import Leaf, Sample, map_leaves, select
 from gpuprefetch.images.apart import image_of
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import read_image, read_open
@@ -130,6 +130,15 @@ class Picture(_Attributes, Encoded):
     def copy(self) -> Any:
         return self._changed("copy")() if self.touched else self
 
+    def load(self) -> Pixels:
+        return Pixels(self)
+
+    def getexif(self) -> Image.Exif:
+        """The metadata: a JPEG has them before its pixels, and PIL decodes others for them."""
+        if self.touched or self._opened().format not in _TELL_FIRST:
+            return cast("Image.Exif", self._changed("getexif")())
+        return self._opened().getexif()
+
     def close(self) -> None:
         pass
 
@@ -226,6 +235,11 @@ class Picture(_Attributes, Encoded):
     def path(self) -> str:
         return self._file.path
 
+    def is_in(self, results: Sequence[Result | LaterView]) -> bool:
+        """Whether one of these is of its file; of pixels that were changed it cannot be told."""
+        files = [each for each in results if type(each) is Result]
+        return any(self.touched or each.data is self._file.data for each in files)
+
     def _mode_of_pixels(self) -> str:
         """The mode; that of a file that PIL cannot open counts as RGB, as it fails in decode."""
         try:
@@ -238,6 +252,43 @@ def _has(picture: Image.Image, name: str) -> bool:
     """Whether a picture has an attribute, which is not read: its pixels may not be there yet."""
     return name in vars(picture) or hasattr(type(picture), name)
 
+
+class LeftBehind:
+    """Stands in a sample for the picture beside what its transform gave: it cannot be used.
+
+    Datasets of rows give it with the rest of the row, and collate functions leave it out.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # pickle and copy ask
+            raise AttributeError(name)
+        raise UndecodedError(
+            f"{self._name} itself is used after its sample was made, by .{name}, and it stays in "
+            "the workers: the device has what its transform gave. Let the dataset put into the "
+            'sample what is needed of it, such as rows["size"] = [p.size for p in rows["image"]].'
+        )
+
+
+class Pixels:
+    """What ``load()`` of a picture gives, which most code does not use: it lets PIL read a file."""
+
+    def __init__(self, picture: Picture) -> None:
+        self._picture = picture
+
+    def __getitem__(self, place: object) -> Any:
+        return self._picture._changed("load")()[place]
+
+    def __setitem__(self, place: object, value: object) -> None:
+        self._picture._changed("load")()[place] = value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._picture._changed("load")(), name)
+
+
+_TELL_FIRST = ("JPEG", "MPO")  # their metadata, before their pixels
 
 # What a stand-in has besides the attributes of its picture.
 _OWN = frozenset({"_file", "_is_rgb", "_real", "touched"})
@@ -517,7 +568,13 @@ def _shown(
         raise _refusal(who, messages)
     if fault := _fault_of(sample, results):
         raise UndecodedError(f"{who} {fault} {TWO_WAYS}")
-    return sample
+    if not any(type(image) is Picture for image in select(sample, is_marked)):
+        return sample
+
+    def left(leaf: Leaf) -> Leaf:
+        return LeftBehind(leaf.name) if type(leaf) is Picture else leaf
+
+    return map_leaves(left, sample, is_marked)
 
 
 def _kept_of(pictures: list[Picture]) -> list[Picture]:
@@ -541,10 +598,12 @@ def _refusal(who: str, messages: list[str]) -> UndecodedError:
 
 def _fault_of(sample: Sample, made: list[Result | LaterView]) -> str:
     """Why a sample does not show what becomes of its pictures; empty if it does."""
-    images = select(sample, is_marked)
-    for image in images:
-        if type(image) is Picture:
+    marked = select(sample, is_marked)
+    images = [image for image in marked if type(image) is not Picture]
+    for picture in marked:
+        if type(picture) is Picture and not picture.is_in(made):
             return "gave a picture that its transform did not get."
+    for image in images:
         if not any(image is result for result in made):
             return KEPT
     if any(type(result) is LaterView for result in made):

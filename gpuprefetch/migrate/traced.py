@@ -20,20 +20,17 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
 import torch
 
 from gpuprefetch.core.nested import Leaf, Sample, map_leaves, select
 from gpuprefetch.images.encoded import EncodedImage
-from gpuprefetch.images.guard import STANDS_ASIDE, UndecodedError, is_marked
+from gpuprefetch.images.guard import UndecodedError, is_marked
 from gpuprefetch.lists.forms import Form
 from gpuprefetch.lists.rgb import Modes
 from gpuprefetch.lists.to_tensor import in_torchvision
-from gpuprefetch.lists.views import is_pipeline
-from gpuprefetch.migrate.dataset_view import stale, with_faces
+from gpuprefetch.migrate.faces import Faces, holds_pipeline
 from gpuprefetch.migrate.stand_ins import (
     IN_WORKERS,
     LaterView,
@@ -47,13 +44,11 @@ from gpuprefetch.migrate.stand_ins import (
 )
 from gpuprefetch.migrate.taken import Takes
 from gpuprefetch.migrate.unseen import unseen_in
-from gpuprefetch.policies.known import flatten, name_of, title, torchvision_class
+from gpuprefetch.policies.known import flatten, title, torchvision_class
 from gpuprefetch.policies.registry import LibraryOp
-from gpuprefetch.policies.timm import from_timm, timm_class
+from gpuprefetch.policies.timm import timm_class
 
 Chain = tuple[str, ...]  # the pipelines of a view, by where the transform holds them
-_DEEPEST = 4  # of objects within objects
-_MOST = 64  # entries of a list that are looked at
 _PLAIN = (bool, int, float, str, Enum)  # what an attribute of a pipeline may be read as
 
 _SAME = (
@@ -227,82 +222,6 @@ class Aside:
         return form.is_tensor
 
 
-def _stands_aside(value: LibraryOp) -> bool:
-    if isinstance(value, (list, tuple, torch.nn.ModuleList, type)) or not callable(value):
-        return False
-    return name_of(from_timm(value)) is not None or is_pipeline(value)
-
-
-@dataclass(slots=True)
-class _Faces:
-    """Finds what stands aside in an object: its pipelines, and objects that hold pipelines."""
-
-    asides: dict[str, Aside] = field(default_factory=dict)
-    objects: list[object] = field(default_factory=list)
-    _known: dict[int, object] = field(default_factory=dict)  # each object has one face
-
-    def of(self, value: LibraryOp, path: str, depth: int = 0) -> LibraryOp:
-        """What stands for a value: itself where no pipeline is in it."""
-        if id(value) not in self._known:
-            self._known[id(value)] = value  # while it is looked at: it may hold itself
-            self._known[id(value)] = self._made(value, path, depth)
-        return self._known[id(value)]
-
-    def _made(self, value: LibraryOp, path: str, depth: int) -> LibraryOp:
-        if _stands_aside(value):
-            self.asides[path] = Aside(value, path)
-            return self.asides[path]
-        if isinstance(value, (list, tuple, torch.nn.ModuleList)) and len(value) <= _MOST:
-            items = [self.of(each, f"{path}[{n}]", depth) for n, each in enumerate(value)]
-            same = all(a is b for a, b in zip(items, value, strict=True))
-            if same or type(value) not in (list, tuple, torch.nn.ModuleList):
-                return value
-            return tuple(items) if isinstance(value, tuple) else items
-        if type(value) is dict and len(value) <= _MOST:
-            named = {key: self.of(each, f"{path}[{key!r}]", depth) for key, each in value.items()}
-            return value if all(named[key] is value[key] for key in value) else named
-        plain = isinstance(value, (type, FunctionType, ModuleType, torch.Tensor))
-        known = torchvision_class(value) is not None or timm_class(value) is not None
-        if plain or known or depth == _DEEPEST or not hasattr(value, "__dict__"):
-            return value
-        return self._face(value, path, depth)
-
-    def _face(self, thing: LibraryOp, path: str, depth: int) -> LibraryOp:
-        held = _attributes(thing)
-        faces = {name: self.of(value, f"{path}.{name}", depth + 1) for name, value in held.items()}
-        others = {name: face for name, face in faces.items() if face is not held[name]}
-        if not others:
-            return thing
-        self.objects.append(thing)
-        properties = {
-            name: property(partial(_read, thing, name, held[name], face))
-            for name, face in others.items()
-        }
-        return with_faces(thing, properties | {STANDS_ASIDE: True})
-
-
-def _read(thing: object, name: str, seen: object, face: object, view: object) -> object:
-    own = vars(thing)
-    modules: dict[str, object] = own.get("_modules", {})
-    now = modules.get(name) if name in modules else own.get(name, getattr(type(thing), name, None))
-    if now is not seen:
-        raise stale(f"transform.{name}")
-    return face
-
-
-def _attributes(thing: LibraryOp) -> dict[str, Any]:
-    """The attributes of an object and of its class that may hold pipelines."""
-    found: dict[str, Any] = {}
-    for kind in reversed(type(thing).__mro__):
-        if kind not in (object, torch.nn.Module):
-            found |= {n: v for n, v in vars(kind).items() if not n.startswith("__")}
-    found |= vars(thing)
-    if isinstance(thing, torch.nn.Module):
-        found.pop("_modules", None)
-        found |= thing._modules
-    return found
-
-
 # --- The transform ---
 
 
@@ -316,12 +235,12 @@ class LeftTraced(LeftEncoded):
 
     def __init__(self, op: LibraryOp, expected: Sequence[Chain] | None = None) -> None:
         super().__init__(Takes(Modes.RGB))
-        faces = _Faces()
+        faces = Faces(Aside)
         self.op = op
         self.expected = expected
         self.seen: list[list[Chain]] = []  # the chains of each sample, while none are expected
         self._face = faces.of(op, "")
-        self.asides = faces.asides
+        self.pipelines = faces.found  # that stand aside, by where the transform holds them
         self.objects = faces.objects  # whose code runs in every sample
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -332,10 +251,10 @@ class LeftTraced(LeftEncoded):
         """For a transform that no library knows, if it holds pipelines; None for any other."""
         (op, *others) = pipeline or [None]
         known = torchvision_class(op) is not None or timm_class(op) is not None
-        if others or known or _stands_aside(op) or isinstance(op, LeftEncoded):
+        if others or known or holds_pipeline(op) or isinstance(op, LeftEncoded):
             return None
         traced = LeftTraced(op)
-        return traced if traced.asides else None
+        return traced if traced.pipelines else None
 
     def __call__(self, *given: object, **named: object) -> object:
         picture = self.stand_in_for(only_argument(given, named))
@@ -405,14 +324,9 @@ class LeftTraced(LeftEncoded):
     def lists(self) -> list[list[LibraryOp]]:
         """The ops of each view."""
         return [
-            [op for path in chain for op in flatten(self.asides[path].pipeline)]
+            [op for path in chain for op in flatten(self.pipelines[path])]
             for chain in self.expected or ()
         ]
-
-    @property
-    def pipelines(self) -> list[LibraryOp]:
-        """All pipelines that stand aside."""
-        return [aside.pipeline for aside in self.asides.values()]
 
 
 def _named(chains: Sequence[Chain]) -> str:

@@ -49,7 +49,7 @@ def unseen_in(things: Iterable[object]) -> str:
         for value in _loaded_by(function):
             if isinstance(value, _FUNCTIONS) and (name := _setter(value)):
                 return f"{function.__qualname__} calls {name}, so that pipelines may sample alike"
-            if isinstance(value, FunctionType) and not _is_known(value.__module__):
+            if isinstance(value, FunctionType) and not is_of_library(value):
                 waiting.append(value)
     return ""
 
@@ -67,8 +67,16 @@ def _is_known(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] in _LIBRARIES
 
 
+def is_of_library(function: FunctionType) -> bool:
+    """Whether a function is of a library that calls no code of the user's by itself."""
+    return _is_known(function.__module__)
+
+
 def _functions_of(thing: object) -> Iterator[FunctionType]:
     """The functions of an object and of its class that a call may reach."""
+    if isinstance(thing, FunctionType):
+        yield thing
+        return
     held = [*vars(thing).items()]
     for kind in type(thing).__mro__:
         held += [] if _is_known(kind.__module__) else vars(kind).items()
