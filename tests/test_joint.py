@@ -202,6 +202,7 @@ def seeded_by_hand(image, mask):
     return image, (mask, seed)
 
 
+@pytest.mark.filterwarnings("ignore:The transform of the dataset samples from:UserWarning")
 def test_a_function_of_a_picture_and_its_mask_moves(root):
     loader = DataLoader(Scenes(root, seeded_by_hand), 4)
     before = random.getstate()
@@ -297,6 +298,56 @@ def test_what_is_done_to_a_picture_is_done_to_it(root, name):
                 assert (images.float() - want.float()).abs().max() <= level
 
 
+def by_position(image, mask):
+    image = v1.rotate(v1.resize(img=image, size=[40, 50]), 180)
+    image = v1.erase(v1.to_tensor(image), 2, 3, 5, 6, torch.zeros(1))
+    return F.permute_channels(image, [2, 0, 1]), torch.as_tensor(np.array(mask))
+
+
+FILLS = {tv_tensors.Image: (200, 2, 3), Image.Image: 90, torch.Tensor: 30, "others": 0}
+SCALE = v2.ToDtype(torch.float32, scale=True)
+MOVED = {
+    "a fill for PIL images": v2.Compose([v2.Pad(5, fill=FILLS), END]),
+    "a fill for Images": v2.Compose([v2.ToImage(), v2.Pad(5, fill=FILLS), SCALE]),
+    "a fill for tensors": v2.Compose([v2.PILToTensor(), v2.Pad(5, fill=FILLS), SCALE]),
+    "a fill in the corners": v2.Compose([v2.ToImage(), v2.RandomRotation((30, 30), fill=FILLS)]),
+    "Normalize alone": v2.Compose([END, v2.Normalize([0.5], [1.0])]),
+    "Normalize, then a flip": v2.Compose(
+        [END, v2.Normalize([0.5] * 3, [1.0] * 3), v2.RandomHorizontalFlip(0.0)]
+    ),
+    "weak noise": v2.Compose([END, v2.GaussianNoise(sigma=1e-5)]),
+}
+
+
+@pytest.mark.parametrize("name", [*MOVED, "arguments by position and by name"])
+def test_it_is_what_the_plain_loader_gives(root, name):
+    def transform(image, mask):
+        return MOVED[name](image), torch.as_tensor(np.array(mask))
+
+    dataset = Scenes(root, transform if name in MOVED else by_position)
+    loader = DataLoader(Subset(dataset, [0, 3]), 1)
+    for (images, masks), (want, want_masks) in zip(moved(loader), loader, strict=True):
+        assert torch.equal(masks, want_masks)
+        level = 1.01 if want.dtype == torch.uint8 else 1.01 / 255
+        assert (images.double() - want.double()).abs().max() <= level
+
+
+class Named:
+    def __init__(self, name):
+        self.name = name
+        self.weights = torch.tensor([float("nan"), 1.0])
+
+
+def test_targets_may_be_anything(root):
+    def transform(image, mask):
+        return END(image), [Named("a"), float("nan"), np.array([np.nan, 1]), "b", None, {3}]
+
+    loader = DataLoader(Scenes(root, transform), 4, collate_fn=presets.zipped)
+    for _, targets in moved(loader):
+        for named, *values in targets:
+            assert named.name == "a" and values[2:] == ["b", None, {3}]
+
+
 # --- in an epoch --------------------------------------------------------------------------------
 
 
@@ -352,6 +403,74 @@ def Subset_of(loader, indices):
     return presets.loader_of(Subset(loader.dataset, indices))
 
 
+class Sized(Dataset):
+    """Reads the size of a picture, and perhaps its mode, before it calls its transform."""
+
+    def __init__(self, paths, transforms):
+        self.paths = paths
+        self.transforms = transforms
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        image = Image.open(self.paths[index])
+        if image.mode != "RGB":
+            image = image.convert("RGB")
+        width, height = image.size
+        boxes = torch.tensor([[0.0, 0.0, width / 2, height]])
+        boxes = tv_tensors.BoundingBoxes(boxes, format="XYXY", canvas_size=(height, width))
+        return self.transforms(image, {"boxes": boxes, "index": index})
+
+
+@pytest.mark.parametrize("data", [b"", b"none", encode_jpeg(draw(40, 60))[:200]])
+def test_a_bad_file_has_a_size_before_its_transform(tmp_path, data):
+    paths = [tmp_path / f"{i}.jpg" for i in range(4)]
+    for path in paths:
+        path.write_bytes(encode_jpeg(draw(40, 60)))
+    paths[2].write_bytes(data)
+    transform = v2.Compose([v2.RandomHorizontalFlip(), END])
+    loader = presets.loader_of(Sized(paths, transform))
+    ((images, targets),) = moved(loader, on_error="skip")
+    assert len(images) == 3 and [target["index"] for target in targets] == [0, 1, 3]
+    with pytest.raises(gpuprefetch.BadImageError, match=r"2\.jpg"):
+        list(moved(loader))
+
+
+def test_one_result_of_all_images_takes_their_column(tmp_path):
+    paths = [tmp_path / f"{i}.jpg" for i in range(3)]
+    for i, path in enumerate(paths):
+        path.write_bytes(encode_jpeg(draw(40 + i, 60, seed=i)))
+
+    def batch(collate, results, *ops):
+        dataset = Sized(paths, v2.Compose([*ops, END]))
+        loader = DataLoader(dataset, 3, collate_fn=collate)
+        return next(iter(moved(loader, results=results)))
+
+    def columns(samples):
+        return {"images": [image for image, _ in samples], "targets": [t for _, t in samples]}
+
+    listed, targets = batch(presets.zipped, None)
+    for made in (batch(presets.zipped, "padded"), tuple(batch(columns, "padded").values())):
+        (images, sizes), others = made
+        assert images.shape == (3, 3, 64, 64) and sizes.tolist() == [[40, 60], [41, 60], [42, 60]]
+        for place, image, one, other in zip(images, listed, targets, others, strict=True):
+            assert torch.equal(place[:, : image.shape[1], :60], image)
+            assert torch.equal(one["boxes"], other["boxes"])
+    (patches, grid), _ = batch(presets.zipped, gpuprefetch.Patches(14), v2.Resize((28, 56)))
+    assert grid.tolist() == [[1, 2, 4]] * 3 and len(patches) == 24
+    wrong = {
+        "calls stack": lambda samples: torch.stack([image for image, _ in samples]),
+        r"uses \.shape": lambda samples: [image.shape for image, _ in samples],
+        "another order": lambda samples: presets.zipped(samples[::-1]),
+        "apart from the others": lambda samples: dict(enumerate(image for image, _ in samples)),
+        "leaves the images out": lambda samples: [target for _, target in samples],
+    }
+    for what, collate in wrong.items():
+        with pytest.raises(ValueError, match=what):
+            batch(collate, "padded")
+
+
 # --- what does not move -------------------------------------------------------------------------
 
 
@@ -385,7 +504,37 @@ def told_apart(image, mask):
     return END(image), torch.as_tensor(np.array(mask)) + flip
 
 
+def filtered(image, mask):
+    return END(v1.resize(image, [20, 20], v1.InterpolationMode.BOX)), torch.as_tensor(
+        np.array(mask)
+    )
+
+
+def scaled(image, mask):
+    return END(image) * 2 - 1, torch.as_tensor(np.array(mask))
+
+
+def one_channel(image, mask):
+    return v1.rgb_to_grayscale(v1.to_tensor(image)), torch.as_tensor(np.array(mask))
+
+
+def turned(image, mask):
+    return END(image.rotate(20)), torch.as_tensor(np.array(mask))
+
+
+own = random.Random(0)
+
+
+def from_its_own(image, mask):
+    return END(image), torch.as_tensor(np.array(mask)) + own.randrange(100)
+
+
 REFUSED = {
+    filtered: "F.resize with the filter 'box', which is for PIL images, needs the pixels",
+    scaled: "mul needs the pixels",
+    one_channel: "makes one channel of three, unless num_output_channels=3",
+    turned: r"what reads \.info needs the pixels",
+    from_its_own: "it samples from a generator of its own",
     looks: "NumPy needs the pixels",
     sums: "mean needs the pixels",
     loses: "it gives a .* for 2 values",
@@ -403,6 +552,61 @@ def test_what_needs_pixels_is_refused(root, transform):
     assert "DataPrefetcher(loader) moves the batches" in str(caught.value)
     if transform not in (loses, stays):  # the advice works
         assert len([*gpuprefetch.DataPrefetcher(loader, device="cpu")]) == COUNT
+
+
+def drawn_by_python(image, mask):
+    return END(v1.hflip(image) if random.random() < 0.5 else image), np.array(mask)
+
+
+def drawn_by_numpy(image, mask):
+    return END(v1.hflip(image) if np.random.rand() < 0.5 else image), np.array(mask)
+
+
+@pytest.mark.parametrize(
+    ("transform", "whose"), [(drawn_by_python, "Python's random"), (drawn_by_numpy, "NumPy")]
+)
+def test_numbers_of_the_loop_are_told_of(root, transform, whose):
+    dataset = Scenes(root, transform)
+    with pytest.warns(UserWarning, match=rf"samples from {whose}.*num_workers=1"):
+        moved(DataLoader(dataset, 4))
+    moved(DataLoader(dataset, 4, num_workers=1))  # the advice: no warning
+
+
+class Called(Scenes):
+    """Calls its transform in another way than by position."""
+
+    def __init__(self, root, transform, call):
+        super().__init__(root, None)
+        self.transform = transform
+        self.call = [call]
+
+    def __getitem__(self, index):
+        self.joint = lambda image, mask: self.call[0](self.transform, image, mask)
+        return super().__getitem__(index)
+
+
+def test_another_way_to_call_a_transform_is_told_of(root):
+    def dictionary(given):
+        return {"image": END(given["image"]), "mask": torch.as_tensor(np.array(given["mask"]))}
+
+    def pair(given):
+        return tuple(dictionary({"image": given[0], "mask": given[1]}).values())
+
+    def keywords(image, mask):
+        return pair((image, mask))
+
+    ways = {
+        "one dict": (dictionary, lambda call, image, mask: call({"image": image, "mask": mask})),
+        "one tuple": (pair, lambda call, image, mask: call((image, mask))),
+        "by name: image, mask": (keywords, lambda call, image, mask: call(image=image, mask=mask)),
+    }
+    for what, (transform, call) in ways.items():
+        loader = DataLoader(Called(root, transform, call), 1)
+        with pytest.raises(gpuprefetch.UnsupportedTransformError, match=what) as caught:
+            moved(loader)
+        assert "image, mask = self.transform(image, mask)" in str(caught.value)
+    loader = DataLoader(Called(root, keywords, lambda call, image, mask: call(image, mask)), 1)
+    assert len([*moved(loader)]) == COUNT
 
 
 def rare(image, mask):
@@ -449,6 +653,7 @@ def test_boxes_for_the_picture_as_exif_turns_it_are_refused(tmp_path):
     assert len([*moved(loader)]) == 1
 
 
+@pytest.mark.filterwarnings("ignore:The transform of the dataset samples from:UserWarning")
 def test_functions_of_torchvision_are_as_before(root):
     before = v1.hflip, v1.pad, F.to_image, v2.ToDtype.transform
     list(moved(DataLoader(Scenes(root, by_hand), 4)))

@@ -324,10 +324,26 @@ def test_a_form_is_for_decoded_images_alone_too():
         assert torch.equal(halves[0], (listed[0].float() / 255).half())
     with pytest.raises(RuntimeError, match="equal size"):
         list(prefetcher_of(numbered(FILES), results="stack"))
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_images_that_come_as_tensors_have_the_form(flip):
     tensors = torch.rand(4, 3, 5, 6)
-    for results in ("list", "stack", "padded"):
-        (batch,) = DataPrefetcher([tensors], results=results, device="cpu")
-        assert torch.equal(batch, tensors)
+    want = tensors.flip(-1) if flip else tensors
+    transforms = [v2.RandomHorizontalFlip(1.0)] if flip else None
+
+    def batch(results):
+        (made,) = DataPrefetcher([tensors], transforms=transforms, results=results, device="cpu")
+        return made
+
+    assert torch.equal(batch("stack"), want)
+    listed = batch("list")
+    assert isinstance(listed, list) and torch.equal(torch.stack(listed), want)
+    images, sizes = batch(gpuprefetch.Padding(8, 0.5))
+    assert images.shape == (4, 3, 8, 8) and sizes.tolist() == [[5, 6]] * 4
+    assert torch.equal(images[:, :, :5, :6], want) and (images[:, :, 5:] == 0.5).all()
+    with pytest.raises(ValueError, match="for images"):
+        list(DataPrefetcher([[tensors[0]]], results="padded", device="cpu"))
 
 
 @pytest.mark.usefixtures("large_tiles")

@@ -6,25 +6,32 @@ apart from the rest of its samples, and the collate function runs on the device:
     worker   (image, 3), (image, 5)  ->  Apart([image, image], [(hole, 3), (hole, 5)])
     device   images decoded, transformed
              (image, 3), (image, 5)  ->  collate_fn
+
+Padded images and patches are made of all images of a batch. The collate function gets a stand-in
+for each image then, and the column of these becomes the result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch.core.nested import map_leaves, select, to_device
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.guard import is_marked
 from gpuprefetch.images.places import is_place, place_views
 from gpuprefetch.transforms.random import SeededDraws
+from gpuprefetch.transforms.results import PackedPatches, PaddedImages, PaddedPatches
 
 Sample = TypeVar("Sample")
+# Made of all images of a batch: no sample has a row of its own in it.
+_WHOLE = (PaddedImages, PackedPatches, PaddedPatches)
 
 
 class Apart(NamedTuple):
@@ -82,21 +89,87 @@ def collate_apart(
     """Run the user's collate function on samples that have their transformed image again."""
     images, samples = batch
     placed = len(samples) > 0 and bool(select(samples[0], is_place))
-    views = images if placed else [images]
-    for view in views:
-        known = isinstance(view, torch.Tensor | list)
-        if not known or len(view) != len(samples):
-            count = len(view) if known else type(view).__name__
-            raise ValueError(
-                f"The collate_fn gets each of {len(samples)} samples with its image, and "
-                f"transforms made {count} of them. Leave collate_fn out, or let transforms give "
-                "(N, C, H, W)."
-            )
-    # Rows of each view, or images of their own sizes.
-    rows = zip(samples.tolist(), *views, strict=True)
+    views = list(images) if placed else [images]
+    given = [_given(view, number, len(samples)) for number, view in enumerate(views)]
+    # Rows of each view, images of their own sizes, or what stands for these.
+    rows = zip(samples.tolist(), *given, strict=True)
     with SeededDraws(seed):
         collated = collate([_with(sample, pictures) for sample, *pictures in rows])
-    return to_device(collated, device)
+    moved = to_device(collated, device)
+    whole = any(view is not rows for view, rows in zip(views, given, strict=True))
+    return _joined(moved, views, len(samples)) if whole else moved
+
+
+def _given(view: object, number: int, count: int) -> Any:
+    """What the collate function gets for the images of a view, one by one."""
+    if isinstance(view, _WHOLE):
+        return [_Part(number, position) for position in range(count)]
+    known = isinstance(view, torch.Tensor | list)
+    if not known or len(view) != count:  # type: ignore[arg-type]
+        made = len(view) if known else type(view).__name__  # type: ignore[arg-type]
+        raise ValueError(
+            f"The collate_fn gets each of {count} samples with its image, and "
+            f"transforms made {made} of them. Leave collate_fn out, or let transforms give "
+            "(N, C, H, W)."
+        )
+    return view
+
+
+class _Part:
+    """Stands for an image in what is made of all images of a batch, as padded ones or patches."""
+
+    def __init__(self, view: int, position: int) -> None:
+        self.view = view
+        self.position = position
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # others look for special methods
+            raise AttributeError(name)
+        _refuse_use(f"uses .{name} of an image")
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], *call: object, **named: object) -> Any:
+        _refuse_use(f"calls {getattr(func, '__name__', 'a function of torch')} of images")
+
+
+def _refuse_use(what: str) -> NoReturn:
+    raise ValueError(
+        f"The collate_fn {what}, and results makes one of all of them after it. Let it put the "
+        "images of the samples into one list, in their order, as tuple(zip(*samples)) does, or "
+        "leave results out: it gets one tensor for each then."
+    )
+
+
+def _collate_parts(parts: Sequence[_Part], *, collate_fn_map: object = None) -> list[_Part]:
+    return [*parts]
+
+
+default_collate_fn_map[_Part] = _collate_parts
+
+
+def _joined(batch: Any, views: Sequence[object], count: int) -> Any:
+    """A batch with what was made of all images in place of the column of their parts."""
+    found = set()
+
+    def is_column(node: object) -> bool:
+        return isinstance(node, (list, tuple)) and bool(node) and isinstance(node[0], _Part)
+
+    def join(leaf: Any) -> Any:
+        if isinstance(leaf, _Part):
+            _refuse_use("leaves an image apart from the others")
+        if not is_column(leaf):
+            return leaf
+        places = [(part.view, part.position) for part in leaf if isinstance(part, _Part)]
+        view = places[0][0]
+        if len(places) != len(leaf) or places != [(view, i) for i in range(count)]:
+            _refuse_use("leaves images out, or puts them into another order")
+        found.add(view)
+        return views[view]
+
+    made = map_leaves(join, batch, is_column)
+    if not found:
+        _refuse_use("leaves the images out")
+    return made
 
 
 def _with(sample: Sample, views: Sequence[torch.Tensor]) -> Sample:

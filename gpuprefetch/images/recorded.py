@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from gpuprefetch.core.errors import add_note
 from gpuprefetch.transforms.head import Head, Interpolation, Resize, pair
 from gpuprefetch.transforms.sampling import (
     CenterCropOp,
@@ -25,8 +26,11 @@ from gpuprefetch.transforms.sampling import (
 )
 
 
-class RecordingError(TypeError):
-    """A transform needs the pixels of its picture; the message says what for."""
+class RecordingError(RuntimeError):
+    """A transform needs the pixels of its picture; the message says what for.
+
+    Python takes a TypeError of an operator for an operator that is missing.
+    """
 
 
 class Call(NamedTuple):
@@ -43,7 +47,12 @@ class Call(NamedTuple):
             name: value.to(image.device) if isinstance(value, torch.Tensor) else value
             for name, value in self.arguments.items()
         }
-        made: torch.Tensor = getattr(F, self.name)(image, **arguments)
+        try:
+            made: torch.Tensor = getattr(F, self.name)(image, **arguments)
+        except Exception as error:
+            form = f"{image.dtype} {tuple(image.shape)}"
+            add_note(error, f"raised by F.{self.name} in the transform of the dataset, on {form}")
+            raise
         return made
 
 
@@ -99,10 +108,14 @@ class Recording:
         call = Call(name, self._as_on_tensors(name, arguments))
         if name in GEOMETRY:
             return self._moved(call)
-        if name not in SAME_SIZE or arguments.get("expand"):
+        if name not in SAME_SIZE:
             raise needs_pixels(f"F.{name}")
-        if arguments.get("num_output_channels", 3) != 3:
-            raise RecordingError("F.rgb_to_grayscale makes an image of one channel")
+        if arguments.get("expand"):
+            raise RecordingError(f"F.{name}(expand=True) gives it a size that is not followed")
+        if name == "rgb_to_grayscale" and arguments.get("num_output_channels", 1) != 3:
+            raise RecordingError(
+                "F.rgb_to_grayscale makes one channel of three, unless num_output_channels=3"
+            )
         return self._converted(call) if name in CONVERSIONS else self._later(call)
 
     def _as_on_tensors(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +130,8 @@ class Recording:
         return arguments
 
     def _moved(self, call: Call) -> Recording:
+        if (how := _filter_named(call.arguments)) in ("box", "hamming"):
+            raise needs_pixels(f"F.{call.name} with the filter {how!r}, which is for PIL images,")
         fuses = _fuses(call)
         head: Head | None = self.head if fuses and not self.rest else None
         sampling = Sampling.identity([self.size])
@@ -179,12 +194,21 @@ def _fuses(call: Call) -> bool:
     given = call.arguments
     resizes = call.name in ("resize", "resized_crop")
     how = given.get("interpolation", "bilinear")
-    sharp = "nearest" in str(getattr(how, "value", how)) or how == 0
+    sharp = "nearest" in _filter_named(given)
     if resizes and not (sharp or given.get("antialias", True)):
         return False
     if resizes and not _is_filter(how):
         return False
     return bool(given.get("padding_mode", "constant") == "constant")
+
+
+_OF_PIL = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+
+
+def _filter_named(given: dict[str, Any]) -> str:
+    """The name of the filter that a call asks for, which may be PIL's number of it."""
+    how = given.get("interpolation", "bilinear")
+    return _OF_PIL[how] if isinstance(how, int) else str(getattr(how, "value", how))
 
 
 def _is_filter(how: Interpolation) -> bool:

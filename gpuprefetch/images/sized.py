@@ -14,6 +14,7 @@ What needs pixels is a :class:`.recorded.RecordingError`.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -41,6 +42,7 @@ class _Kinds(NamedTuple):
 
     picture: type
     image: type
+    pure: type  # an image that is none of torchvision's kinds of tensors
     functions: dict[str, Callable[..., Any]]  # of torchvision, by name, that take stand-ins
 
 
@@ -51,7 +53,9 @@ def _note(stand_in: Any, name: str, arguments: dict[str, Any]) -> Any:
 
 def _made(recording: Recording) -> Any:
     kinds = _kinds()
-    return (kinds.image if recording.is_tensor else kinds.picture)(recording)
+    if not recording.is_tensor:
+        return kinds.picture(recording)
+    return (kinds.pure if recording.is_pure else kinds.image)(recording)
 
 
 def stand_in_for(size: Size, *, converts: bool, is_tensor: bool) -> Any:
@@ -67,7 +71,7 @@ def recording_of(made: object) -> Recording | None:
 @functools.cache
 def _kinds() -> _Kinds:
     picture = _picture_kind()
-    image = _image_kind()
+    image, pure = _image_kinds()
     noted = {name: _noting(name) for name in (*GEOMETRY, *SAME_SIZE)}
     asked: dict[str, Callable[..., Any]] = {
         "get_size": lambda given: list(given.recording.size),
@@ -92,7 +96,7 @@ def _kinds() -> _Kinds:
         "get_image_num_channels": lambda given: 3,
     }
     old = {other: noted[name] for other, name in _OTHER_NAMES.items()}
-    return _Kinds(picture, image, {**noted, **asked, **others, **old})
+    return _Kinds(picture, image, pure, {**noted, **asked, **others, **old})
 
 
 # What makes tensors of PIL images.
@@ -112,31 +116,13 @@ def _convert(given: Any, dtype: torch.dtype = torch.float32) -> Any:
     return _note(given, "to_dtype", {"dtype": dtype, "scale": True})
 
 
-# The names of the arguments after the image, where they are given by position.
-_NAMES = {
-    "adjust_brightness": "brightness_factor",
-    "adjust_contrast": "contrast_factor",
-    "adjust_gamma": "gamma gain",
-    "adjust_hue": "hue_factor",
-    "adjust_saturation": "saturation_factor",
-    "adjust_sharpness": "sharpness_factor",
-    "center_crop": "output_size",
-    "crop": "top left height width",
-    "gaussian_blur": "kernel_size sigma",
-    "normalize": "mean std inplace",
-    "pad": "padding fill padding_mode",
-    "posterize": "bits",
-    "resize": "size interpolation max_size antialias",
-    "resized_crop": "top left height width size interpolation antialias",
-    "rgb_to_grayscale": "num_output_channels",
-    "solarize": "threshold",
-    "to_dtype": "dtype scale",
-}
-
-
 def _noting(name: str) -> Callable[..., Any]:
     """A function that takes a stand-in, and notes that it was called."""
-    names = _NAMES.get(name, "").split()
+    from torchvision.transforms.v2 import functional as F
+
+    function = getattr(F, name, None)
+    # The arguments after the image, which may be given by position.
+    names = [*inspect.signature(function).parameters][1:] if function else []
 
     def noted(given: Any, *values: Any, **named: Any) -> Any:
         if len(values) > len(names):
@@ -158,6 +144,8 @@ def _picture_kind() -> type:
 
     class PictureSize(Image.Image):
         """Stands for a PIL image in RGB."""
+
+        stands_for = Image.Image
 
         def __init__(self, recording: Recording) -> None:
             self.recording = recording
@@ -196,6 +184,11 @@ def _picture_kind() -> type:
         def __getstate__(self) -> NoReturn:
             raise needs_pixels("a copy")
 
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("__"):  # others look for special methods
+                raise AttributeError(name)
+            raise needs_pixels(f"what reads .{name}")
+
         def copy(self) -> Self:
             return self
 
@@ -206,7 +199,7 @@ def _picture_kind() -> type:
 
         def resize(self, size: Any, resample: Any = None, *options: object, **named: object) -> Any:
             if options or named:
-                raise needs_pixels("resize(box=...)")
+                raise needs_pixels("resize() with a box or a reducing_gap")
             how = Image.Resampling.BICUBIC if resample is None else resample
             wanted = [int(side) for side in size][::-1]
             return _note(self, "resize", {"size": wanted, "interpolation": int(how)})
@@ -233,11 +226,13 @@ _FORM = frozenset(
 ) | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.is_floating_point, torch.Tensor.is_complex}
 
 
-def _image_kind() -> type:
+def _image_kinds() -> tuple[type, type]:
     from torchvision import tv_tensors
 
     class ImageSize(tv_tensors.Image):  # type: ignore[misc]
         """Stands for a tensor ``(3, H, W)``."""
+
+        stands_for = tv_tensors.Image
 
         def __new__(cls, recording: Recording) -> Self:
             form = torch.empty((), dtype=recording.dtype).expand(3, *recording.size)
@@ -292,7 +287,12 @@ def _image_kind() -> type:
                 made = _note(made, axes[axis], {})
             return made
 
-    return ImageSize
+    class PureSize(ImageSize):
+        """Stands for a tensor that is no Image."""
+
+        stands_for = torch.Tensor
+
+    return ImageSize, PureSize
 
 
 # --- torchvision's functions, while a transform runs on a stand-in ---
@@ -317,6 +317,8 @@ class _Functions:
                     if hasattr(module, name):
                         self._replace(module, name, _either, kinds.functions[name])
             self._replace(_to_dtype(), "transform", _by_kind, kinds.image)
+            for module in _modules_with_fills():
+                self._replace(module, "_get_fill", _fill_by_kind, kinds[:3])
 
     def _replace(self, owner: Any, name: str, around: Callable[..., Any], by: object) -> None:
         function = getattr(owner, name)
@@ -348,16 +350,35 @@ def _to_dtype() -> type:
     return kind
 
 
+def _modules_with_fills() -> list[ModuleType]:
+    """Modules of torchvision's ops that have a color of padding for each class of image."""
+    from torchvision.transforms.v2 import _auto_augment, _geometry
+
+    return [_auto_augment, _geometry]
+
+
+@functools.cache
+def _fill_by_kind(
+    function: Callable[..., Any], kinds: tuple[type, ...]
+) -> Callable[[dict[object, object], type], object]:
+    """The function that looks up the color for a class, which also takes that of a stand-in."""
+
+    @functools.wraps(function)
+    def called(colors: dict[object, object], kind: Any) -> object:
+        return function(colors, kind.stands_for if kind in kinds else kind)
+
+    return called
+
+
 @functools.cache
 def _by_kind(transform: Callable[..., Any], kind: type) -> Callable[..., Any]:
     """The method of ToDtype, which looks for the dtype of an image by its class."""
-    from torchvision import tv_tensors
 
     @functools.wraps(transform)
     def called(op: Any, given: Any, params: dict[str, Any]) -> Any:
         if not (isinstance(given, kind) and isinstance(op.dtype, dict)):
             return transform(op, given, params)
-        key = torch.Tensor if given.recording.is_pure else tv_tensors.Image  # type: ignore[attr-defined]
+        key = given.stands_for  # type: ignore[attr-defined]
         dtype = op.dtype[key] if key in op.dtype else op.dtype["others"]
         return _note(given, "to_dtype", {"dtype": dtype, "scale": op.scale}) if dtype else given
 
@@ -368,10 +389,15 @@ def _by_kind(transform: Callable[..., Any], kind: type) -> Callable[..., Any]:
 def _either(function: Callable[..., Any], noted: Callable[..., Any]) -> Callable[..., Any]:
     """A function, and what is called in its place with a stand-in."""
     kinds = _kinds()[:2]
+    first = next(iter(inspect.signature(function).parameters))
 
     @functools.wraps(function)
-    def called(given: Any, *values: Any, **named: Any) -> Any:
-        return (noted if isinstance(given, kinds) else function)(given, *values, **named)
+    def called(*values: Any, **named: Any) -> Any:
+        given = values[0] if values else named.get(first)
+        if not isinstance(given, kinds):
+            return function(*values, **named)
+        named.pop(first, None)
+        return noted(given, *values[1:], **named)
 
     return called
 

@@ -220,9 +220,8 @@ def _copied(op: Transform, memo: dict[int, object]) -> Transform:
 def _plan_of_tensors(transforms: Transforms, form: ResultForm | None) -> Plan:
     """What becomes of images that come as tensors, which have one size, in a form."""
     plan = read_for_tensors(transforms)
-    if not isinstance(form, PatchForm) or isinstance(next(iter(plan.tail[-1:]), None), PatchForm):
-        return plan
-    return plan.then(form)
+    ends = plan.tail and isinstance(plan.tail[-1], PatchForm)
+    return plan if ends or form is None or not form.has_own_sizes else plan.then(form)
 
 
 def _view_of(

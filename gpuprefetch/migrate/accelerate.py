@@ -108,7 +108,7 @@ def accelerate(
     refuse_under_way(loader)
     adds = _asks_for_transforms(prefetcher_options)
     view, split, checked = _split_of(
-        loader.dataset, folders, pipeline, keep_unknown=keep_unknown, adds=adds
+        loader, folders, pipeline, keep_unknown=keep_unknown, adds=adds
     )
     device_transforms = split.moves or adds
     count = checked.images
@@ -219,17 +219,18 @@ class _Split:
 
 
 def _split_of(
-    dataset: Any,
+    loader: DataLoader[Any],
     folders: Sequence[Folder],
     pipeline: list[Transform],
     *,
     keep_unknown: bool,
     adds: bool,
 ) -> tuple[Any, _Split, Checked]:
-    """The view of a dataset, the split of its pipeline, and what the first sample shows.
+    """The view of a loader's dataset, the split of its pipeline, and what the first sample shows.
 
     ``adds`` says whether the user's options transform images, beside the pipeline.
     """
+    dataset = loader.dataset
     try:
         traced = None if keep_unknown else _traced_of(dataset, pipeline, folders)
         lists = traced.lists() if traced else [pipeline]
@@ -241,17 +242,19 @@ def _split_of(
         return view, replace(split, decoder=checked.decoder), checked
     except (UnsupportedTransformError, UndecodedError, TypeError) as error:
         moves = isinstance(error, (UnsupportedTransformError, UndecodedError))
-        if not takes_several(dataset):
+        if not takes_several(dataset, may_stay=keep_unknown):
             if not (keep_unknown and moves):
                 raise
             split = _split_late(pipeline, picture_of(dataset))
             view = view_of(dataset, split.worker_transform(marked=split.moves or adds))
             return view, split, check_sample(view, dataset, encoded=False, needed=split.moves)
     view = joint_view(dataset, folders)
-    return view, *_joint_split(view, dataset, pipeline)
+    return view, *_joint_split(view, dataset, pipeline, has_workers=loader.num_workers > 0)
 
 
-def _joint_split(view: Any, dataset: Any, pipeline: list[Transform]) -> tuple[_Split, Checked]:
+def _joint_split(
+    view: Any, dataset: Any, pipeline: list[Transform], *, has_workers: bool
+) -> tuple[_Split, Checked]:
     """For a transform that also gets what is beside the picture, which the workers run."""
     if not len(view):
         raise TypeError(
@@ -260,7 +263,7 @@ def _joint_split(view: Any, dataset: Any, pipeline: list[Transform]) -> tuple[_S
     checked = check_sample(view, dataset, encoded=True, needed=True)
     with trial_draws():
         image = image_of(view[0])
-    plan = joint_plan(image, pipeline)
+    plan = joint_plan(image, pipeline, has_workers=has_workers)
     return _Split([], [plan], is_whole=False, decoder=checked.decoder), checked
 
 

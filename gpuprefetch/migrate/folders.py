@@ -245,16 +245,31 @@ def joint_view(dataset: Any, folders: Sequence[Folder]) -> Any:
     return view_of(dataset, LeftEncoded(Takes.of([]), folders[0].transform))
 
 
-def takes_several(dataset: Any) -> bool:
-    """Whether the transform of a dataset gets more than a picture, for the first sample."""
+def takes_several(dataset: Any, *, may_stay: bool) -> bool:
+    """Whether the transform of a dataset gets more than a picture, for the first sample.
+
+    ``may_stay`` says whether it may stay in the workers.
+
+    Raises:
+        UnsupportedTransformError: if it must move, and gets them by name, or in one dict, list or
+            tuple.
+    """
     try:
         with trial_draws():
-            view_of(dataset, _catch)[0]
+            view_of(dataset, _catch_all)[0]
     except _Caught as caught:
         for picture in caught.args:  # PIL may not have read it yet
             if callable(close := getattr(picture, "close", None)):
                 close()
         return len(caught.args) > 1
+    except _CaughtOtherwise as caught:
+        if may_stay:
+            return False
+        raise UnsupportedTransformError(
+            f"The transform of the dataset is called with {caught}. One that gets a picture and "
+            "what is beside it moves if it gets them by position, and gives as many values: "
+            f"image, mask = self.transform(image, mask). {AS_IT_IS}"
+        ) from None
     except OSError:
         raise  # a file that is not there
     except Exception:  # the error that the dataset has met before tells more
@@ -266,8 +281,20 @@ class _Caught(BaseException):
     """Carries a picture out of a dataset; no dataset catches it."""
 
 
+class _CaughtOtherwise(BaseException):
+    """Carries out of a dataset, in words, what its transform gets."""
+
+
 def _catch(picture: object, *others: object) -> Any:
     raise _Caught(picture, *others)
+
+
+def _catch_all(*given: object, **named: object) -> Any:
+    if len(given) + len(named) == 1 and isinstance(given[:1] and given[0], (dict, list, tuple)):
+        raise _CaughtOtherwise(f"one {type(given[0]).__name__}")
+    if named:
+        raise _CaughtOtherwise(f"arguments by name: {', '.join(named)}")
+    raise _Caught(*given)
 
 
 def picture_of(dataset: Any) -> Any:

@@ -7,7 +7,10 @@ itself: both must give the same.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import random
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -38,13 +41,18 @@ _AS_IT_IS = (
     "make ahead of the loop."
 )
 
+_SAMPLES = (
+    " (or it samples from a generator of its own, and not from that of torch, NumPy or random)"
+)
 
-def joint_plan(image: EncodedImage, ops: Sequence[LibraryOp]) -> Plan:
+
+def joint_plan(image: EncodedImage, ops: Sequence[LibraryOp], *, has_workers: bool) -> Plan:
     """What becomes of the transform that a dataset has called for an image.
 
     Args:
         image: of the first sample, whose transform is put off.
         ops: what the transform is made of, as far as that is known.
+        has_workers: whether the loader has workers, whose random generators are nobody else's.
 
     Raises:
         UnsupportedTransformError: if it needs pixels, or gives something else with them.
@@ -53,6 +61,14 @@ def joint_plan(image: EncodedImage, ops: Sequence[LibraryOp]) -> Plan:
     assert joint is not None
     header = read_header(image.data)
     size = (header.height, header.width)
+    if not has_workers and (whose := _generator_of(joint, size)):
+        warnings.warn(
+            f"The transform of the dataset samples from {whose}. With num_workers=0 it runs in "
+            "your own process, whose generator is your loop's: the random numbers do not depend on "
+            "seed, epoch and sample, and an epoch does not resume with them. Give the loader a "
+            "worker: DataLoader(..., num_workers=1).",
+            stacklevel=2,
+        )
     fuses = all(map(_is_for_launch, ops))  # else some op may do more, by chance in no trial
     try:
         trials = _trials(joint, size, converts=fuses)
@@ -92,6 +108,18 @@ def _trials(joint: Joint, size: Size, *, converts: bool) -> list[Outcome]:
         with seeded_everywhere(seed):
             trials.append(carried_out(own, size, converts=converts))
     return trials
+
+
+def _generator_of(joint: Joint, size: Size) -> str:
+    """Whose random numbers a transform samples beside those of torch; empty if nobody's."""
+    own = replace(joint, beside=copy.deepcopy(joint.beside))
+    with seeded_everywhere(0), contextlib.suppress(RecordingError):
+        carried_out(own, size, converts=False)
+        if random.random() != random.Random(0).random():
+            return "Python's random"
+        if np.random.random_sample() != np.random.RandomState(0).random_sample():
+            return "NumPy"
+    return ""
 
 
 def _plain(joint: Joint, image: EncodedImage) -> tuple[Any, ...]:
@@ -160,11 +188,15 @@ def _compare(plain: tuple[Any, ...], trial: Outcome, image: EncodedImage, launch
         what = f"{form[1]} {form[0]}" if isinstance(picture, torch.Tensor) else "no tensor"
         _refuse(f"gives {what} for the first one, where {want[1]} {want[0]} was expected")
     if not _same(beside, [*trial.beside]):
-        _refuse("gives something else beside the picture when it gets no pixels")
+        _refuse(f"gives something else beside the picture when it gets no pixels{_SAMPLES}")
+    if any(call.name == "gaussian_noise" for call in recorded.calls):
+        return  # each pixel is sampled, and not with the same random numbers
     pixels = decode_cpu(image.data)
     head = replace(recorded.head, interpolation=launch.interpolation, antialias=launch.antialias)
-    head = head if recorded.within(head) else Head()
-    calls = recorded.rest if head.ops else recorded.calls
+    calls = recorded.rest
+    if not recorded.within(head):
+        head = Head()
+        calls = recorded.calls
     key = np.zeros(1, np.uint64)
     sampling = head.sample([tuple(pixels.shape[1:])], key)
     height, width = sampling.length[0].astype(int).tolist()
@@ -181,7 +213,7 @@ def _compare(plain: tuple[Any, ...], trial: Outcome, image: EncodedImage, launch
     if not float(difference) * spread <= CLOSE:
         _refuse(
             f"what was noted of it gives other pixels than it gives itself, by {difference:.3g} "
-            "on average"
+            f"on average{_SAMPLES}"
         )
 
 
@@ -191,12 +223,24 @@ def _same(one: object, other: object) -> bool:
         if type(one) is not type(other):
             return False
         first, second = (torch.Tensor(each.as_subclass(torch.Tensor)) for each in (one, other))  # type: ignore[attr-defined]
-        return first.dtype == second.dtype and torch.equal(first, second)
+        return first.dtype == second.dtype and _same_numbers(first, second)
     some = children_of(one, None)
     others = children_of(other, None)
     if some is None or others is None:
-        return type(one) is type(other) and bool(np.all(one == other))
+        if type(one) is not type(other):
+            return False
+        if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
+            return _same(vars(one), vars(other))
+        return _same_numbers(one, other)
     return len(some) == len(others) and all(map(_same, some, others))
+
+
+def _same_numbers(one: Any, other: Any) -> bool:
+    """Whether two values of one type are equal; what is no number in both is."""
+    if getattr(one, "shape", ()) != getattr(other, "shape", ()):
+        return False
+    same = (one == other) | ((one != one) & (other != other))
+    return bool(same.all()) if isinstance(same, torch.Tensor) else bool(np.all(same))
 
 
 # --- The plan, in words ---

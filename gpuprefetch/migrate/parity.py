@@ -146,7 +146,7 @@ def parity(
     if n < 1:
         raise ValueError(f"n is a number of images, at least 1, got {n!r}.")
     folders = folders_of(loader)
-    if takes_several(loader.dataset):
+    if takes_several(loader.dataset, may_stay=True):
         raise TypeError(
             "parity compares what becomes of pictures alone, and this transform also gets what is "
             "beside them. accelerate(loader) has compared its first sample with the picture "

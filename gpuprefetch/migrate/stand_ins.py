@@ -108,11 +108,16 @@ class Picture(_Attributes, Encoded):
 
     @property
     def mode(self) -> str:
-        return "RGB" if self._is_rgb else self._opened().mode
+        return "RGB" if self._is_rgb else self._mode_of_pixels()
 
     @property
     def size(self) -> tuple[int, int]:
-        return self._opened().size
+        """Width and height; made up for a bad file, whose sample fails in decode."""
+        try:
+            return self._opened().size
+        except _BROKEN:
+            height, width = self.height_and_width()
+            return width, height
 
     @property
     def width(self) -> int:
@@ -196,11 +201,10 @@ class Picture(_Attributes, Encoded):
 
     def become_real(self) -> None:
         """Turn into the picture that this one stands for, wherever the dataset has put it."""
-        broken = (OSError, ValueError, SyntaxError)  # as PIL has for such a file
-        with contextlib.suppress(*broken):
+        with contextlib.suppress(*_BROKEN):
             real = self._opened()
             if self._is_rgb and not self.touched:
-                with contextlib.suppress(*broken):  # it is told when the picture is used
+                with contextlib.suppress(*_BROKEN):  # it is told when the picture is used
                     real = real.convert("RGB")
             vars(self).clear()
             vars(self).update(vars(real))
@@ -209,9 +213,11 @@ class Picture(_Attributes, Encoded):
     def height_and_width(self) -> list[int]:
         """The size by its header; made up for a bad file, whose sample fails in decode."""
         if self.touched:
-            return [self.height, self.width]
+            width, height = self._opened().size
+            return [height, width]
         try:
-            header = read_header(self._file.data)
+            with _opening.set_aside():
+                header = read_header(self._file.data)
         except ValueError:
             return [64, 64]
         return [header.height, header.width]
@@ -243,8 +249,8 @@ class Picture(_Attributes, Encoded):
     def _mode_of_pixels(self) -> str:
         """The mode; that of a file that PIL cannot open counts as RGB, as it fails in decode."""
         try:
-            return self.mode
-        except (OSError, ValueError, SyntaxError):
+            return "RGB" if self._is_rgb else self._opened().mode
+        except _BROKEN:
             return "RGB"
 
 
@@ -289,7 +295,7 @@ class Pixels:
 
 
 _TELL_FIRST = ("JPEG", "MPO")  # their metadata, before their pixels
-
+_BROKEN = (OSError, ValueError, SyntaxError)  # as PIL has for a file that it cannot open
 # What a stand-in has besides the attributes of its picture.
 _OWN = frozenset({"_file", "_is_rgb", "_real", "touched"})
 

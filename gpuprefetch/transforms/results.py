@@ -133,6 +133,13 @@ class ResultForm:
 
     has_own_sizes: ClassVar[bool] = True
 
+    def __call__(self, images: torch.Tensor) -> object:
+        """What the loop gets for images ``(N, C, H, W)`` of one size."""
+        if not isinstance(images, torch.Tensor) or images.dim() != 4 or not len(images):
+            got = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
+            raise ValueError(f"{self} takes images (N, C, H, W), one at least, got {got}.")
+        return self.joined(images.unbind())
+
     def places(self, sizes: Ints, memory_format: torch.memory_format | None) -> Places:
         """Where images of ``sizes`` ``(N, 2)`` lie."""
         return Places.in_turn(sizes, memory_format)
@@ -225,13 +232,6 @@ class PatchForm(ResultForm):
             if not isinstance(value, int) or value < 1:
                 name = type(self).__name__
                 raise ValueError(f"{name}({argument.name}=...) takes 1 or more, got {value!r}.")
-
-    def __call__(self, images: torch.Tensor) -> object:
-        """Cut images ``(N, C, H, W)`` of one size into patches."""
-        if not isinstance(images, torch.Tensor) or images.dim() != 4 or not len(images):
-            got = tuple(images.shape) if isinstance(images, torch.Tensor) else type(images).__name__
-            raise ValueError(f"{self} takes images (N, C, H, W), one at least, got {got}.")
-        return self.joined(images.unbind())
 
 
 @dataclass(frozen=True)
