@@ -167,7 +167,7 @@ class DataPrefetcher:
             Decoded images count, and the tensors of a batch until its hand-over; the decoder's own
             memory and what later transforms allocate do not. Batches that need more are decoded in
             smaller parts, and fewer are kept ready.
-        results: what the decoded images of a batch become: "stack" is one tensor ``(N, 3, H, W)``,
+        results: what the images of a batch become: "stack" is one tensor ``(N, 3, H, W)``,
             and an error where sizes differ; "list" is N tensors ``(3, H, W)``, each of its own
             size, views of one buffer; "padded", or :class:`Padding`, is :class:`PaddedImages`, one
             tensor with the sizes beside it; :class:`Patches` and :class:`PatchPadding` are patches

@@ -631,6 +631,15 @@ def test_what_the_transform_promised_is_not_there_yet(root):
     transform = opposite(END)
     with pytest.raises(TypeError, match=r"is used in __getitem__, by \.sum, .*Put that into"):
         moved(DataLoader(Counted(root, transform), 1))
+    for use in (lambda mask: mask == 3, lambda mask: mask + 1, str, np.array, bool, hash):
+
+        class Using(Scenes):
+            def __getitem__(self, index, use=use):
+                image, mask = super().__getitem__(index)
+                return image, use(mask)
+
+        with pytest.raises(TypeError, match="what the transform gave beside the image is used"):
+            moved(DataLoader(Using(root, transform), 1))
     fixed = Scenes(root, lambda image, mask: (END(image), torch.as_tensor(np.array(mask)).sum()))
     assert len([*moved(DataLoader(fixed, 1, collate_fn=presets.zipped))]) == COUNT
 

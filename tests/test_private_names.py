@@ -34,6 +34,7 @@ NAMES = {
     "_is_accelerate_prepared": "accelerate:Accelerator.prepare_data_loader",
     "torchvision.transforms._presets": "torchvision.transforms",
     "_register_kernel_internal": "torchvision.transforms.v2.functional._utils",
+    "_get_fill": "torchvision.transforms.v2._geometry",
     "RandAugment._AUGMENTATION_SPACE": "torchvision.transforms.v2:RandAugment",
     "AugMix._PARTIAL_AUGMENTATION_SPACE": "torchvision.transforms.v2:AugMix",
     "AutoAugment._policies": "torchvision.transforms.v2:AutoAugment",

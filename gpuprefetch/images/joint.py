@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, NoReturn
 
@@ -49,24 +49,29 @@ class Promised:
     def __getattr__(self, name: str) -> NoReturn:
         _refuse_use(f".{name}")
 
-    def __getitem__(self, key: object) -> NoReturn:
-        _refuse_use(f"[{key!r}]")
-
-    def __setitem__(self, key: object, value: object) -> NoReturn:
-        _refuse_use(f"[{key!r}]")
-
-    def __iter__(self) -> Iterator[object]:
-        _refuse_use("a loop")
-
-    def __len__(self) -> int:
-        _refuse_use("len()")
-
 
 def _refuse_use(what: str) -> NoReturn:
     raise UndecodedError(
         f"what the transform gave beside the image is used in __getitem__, by {what}, and it is "
         "not transformed yet. Put that into the transform, or do it in the loop."
     )
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Promised, *others: object) -> NoReturn:
+        _refuse_use(f".{name}")
+
+    return refuse
+
+
+# Python looks for these in a class. Without them a comparison would be False, and no error.
+_SPECIAL = (
+    "eq ne lt le gt ge hash bool len iter contains getitem setitem delitem str format array"
+    " int float index neg abs invert"
+).split()
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor".split()
+for _name in _SPECIAL + [f"{kind}{op}" for op in _ARITHMETIC for kind in ("", "r", "i")]:
+    setattr(Promised, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
 class Outcome(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -258,15 +258,15 @@ def takes_several(dataset: Any, *, may_stay: bool) -> bool:
         with trial_draws():
             view_of(dataset, _catch_all)[0]
     except _Caught as caught:
-        for picture in caught.args:  # PIL may not have read it yet
-            if callable(close := getattr(picture, "close", None)):
-                close()
+        _close(caught.args)
         return len(caught.args) > 1
     except _CaughtOtherwise as caught:
+        how, given = caught.args
+        _close(given)
         if may_stay:
             return False
         raise UnsupportedTransformError(
-            f"The transform of the dataset is called with {caught}. One that gets a picture and "
+            f"The transform of the dataset is called with {how}. One that gets a picture and "
             "what is beside it moves if it gets them by position, and gives as many values: "
             f"image, mask = self.transform(image, mask). {AS_IT_IS}"
         ) from None
@@ -277,12 +277,19 @@ def takes_several(dataset: Any, *, may_stay: bool) -> bool:
     return False
 
 
+def _close(given: Iterable[object]) -> None:
+    """Close pictures that PIL may not have read yet."""
+    for picture in given:
+        if callable(close := getattr(picture, "close", None)):
+            close()
+
+
 class _Caught(BaseException):
     """Carries a picture out of a dataset; no dataset catches it."""
 
 
 class _CaughtOtherwise(BaseException):
-    """Carries out of a dataset, in words, what its transform gets."""
+    """Carries out of a dataset how its transform is called, in words, and with what."""
 
 
 def _catch(picture: object, *others: object) -> Any:
@@ -290,10 +297,12 @@ def _catch(picture: object, *others: object) -> Any:
 
 
 def _catch_all(*given: object, **named: object) -> Any:
-    if len(given) + len(named) == 1 and isinstance(given[:1] and given[0], (dict, list, tuple)):
-        raise _CaughtOtherwise(f"one {type(given[0]).__name__}")
     if named:
-        raise _CaughtOtherwise(f"arguments by name: {', '.join(named)}")
+        by_name = f"arguments by name: {', '.join(named)}"
+        raise _CaughtOtherwise(by_name, [*given, *named.values()])
+    if len(given) == 1 and isinstance(only := given[0], (dict, list, tuple)):
+        held = only.values() if isinstance(only, dict) else only
+        raise _CaughtOtherwise(f"one {type(only).__name__}", [*held])
     raise _Caught(*given)
 
 
