@@ -5,6 +5,7 @@ import itertools
 import re
 import zlib
 
+import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
@@ -807,6 +808,7 @@ PRESETS = {
     ],
     "ssd": SSD,
     "ssdlite": SSD[2:],
+    "zoomed out of a part": [v2.RandomIoUCrop(), v2.RandomZoomOut(p=1.0), *SSD[3:]],
     "resized after a zoom": [SSD[1], v2.RandomShortestSize([24, 30], 70), *SSD[3:]],
 }
 
@@ -998,3 +1000,48 @@ def test_a_bad_file_has_no_part_among_boxes():
     ((same, _),) = DataPrefetcher(loader, transforms=ops, device="cpu", seed=1)
     assert torch.equal(images[0], same[0]) and torch.equal(images[1], same[2])
     assert DataPrefetcher(loader, transforms=ops, device="cpu").preview(2).info["titles"]
+
+
+CUT = {
+    "zoomed out": (
+        [v2.CenterCrop((24, 31)), v2.RandomZoomOut(p=1.0, side_range=(2.0, 2.0))],
+        ([10, 20, 35, 50], [24, 31]),
+    ),
+    "flipped, and in a letterbox": (
+        [K.CenterCrop((24, 32)), K.RandomHorizontalFlip(1.0), gpuprefetch.Letterbox(64)],
+        ([-3, 20, 35, 50], [24, 32]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_box_ends_where_its_crop_ends_if_padding_follows(name):
+    ops, (box, crop) = CUT[name]
+    height, width = 40, 70
+    corners = torch.tensor([box, [0, 0, width, height]], dtype=torch.float32)
+    boxes = tv_tensors.BoundingBoxes(corners, format="XYXY", canvas_size=(height, width))
+    free = tv_tensors.BoundingBoxes(
+        corners, format="XYXY", canvas_size=(height, width), clamping_mode=None
+    )
+    points = tv_tensors.KeyPoints(corners.view(-1, 2, 2), canvas_size=(height, width))
+    pixels = np.full((height, width, 3), 255, np.uint8)
+    samples = [(EncodedImage(encode(pixels, "PNG"), 0), boxes, free, points)]
+    loader = DataLoader(samples, 1, collate_fn=zipped)
+    ((images, (got,), (other,), (moved,)),) = DataPrefetcher(
+        loader, transforms=ops, device="cpu", results="list"
+    )
+    white = (images[0] >= 0.99 * images[0].max()).all(0).nonzero()
+    top, left = white.amin(0).tolist()
+    bottom, right = (white.amax(0) + 1).tolist()
+    assert (bottom - top, right - left) != images[0].shape[1:]  # there is padding
+    assert got[1].tolist() == [left, top, right, bottom]
+    cut = F.center_crop(boxes, crop)
+    scale = (right - left) / crop[1]
+    want = torch.Tensor(cut[0]) * scale
+    if "flipped" in name:
+        want[[0, 2]] = right - left - want[[2, 0]]
+    torch.testing.assert_close(torch.Tensor(got[0]), want + torch.tensor([left, top] * 2))
+    sides = torch.tensor([width, height]) * scale
+    torch.testing.assert_close(torch.Tensor(other[1])[2:] - torch.Tensor(other[1])[:2], sides)
+    spread = torch.Tensor(moved[1]).amax(0) - torch.Tensor(moved[1]).amin(0)
+    torch.testing.assert_close(spread, sides)  # points outside of the picture stay there

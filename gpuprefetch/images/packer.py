@@ -429,7 +429,8 @@ class Packing:
             headers = Headers(images, apply_exif=packer.apply_exif)
             samples = self._samples.of(images)
             own = _among(head, boxes, images, headers)
-            sampling = _sample(own, samples, head_keys(packer.keys(samples)), headers)
+            own_keys = head_keys(packer.keys(samples))
+            sampling = _sample(own, samples, own_keys, headers, with_cuts=True)
             return Followed(each_of(sampling), headers.sizes, headers.errors, head.mask_fill)
 
         head, *others = packer.heads
@@ -509,7 +510,14 @@ class _Sampled(NamedTuple):
     size: Sizes | None
 
 
-def _sample(head: Head, samples: Sequence[Sample], keys: Keys, headers: Headers) -> Sampling:
+def _sample(
+    head: Head,
+    samples: Sequence[Sample],
+    keys: Keys,
+    headers: Headers,
+    *,
+    with_cuts: bool = False,
+) -> Sampling:
     """The sampling of images with these headers, for one view, from the ``(N,)`` keys."""
     sizes = headers.sizes
     leaders = _leaders(samples, headers)
@@ -519,7 +527,7 @@ def _sample(head: Head, samples: Sequence[Sample], keys: Keys, headers: Headers)
         sizes = sizes.copy()
         sizes[bad] = common
         leaders[bad] = common
-    return head.sample(sizes, keys, leaders)
+    return head.sample(sizes, keys, leaders, with_cuts=with_cuts)
 
 
 def _among(

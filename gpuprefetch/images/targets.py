@@ -196,6 +196,10 @@ class Axis(NamedTuple):
     last: float
 
 
+# In pixels, how far rounding may move what lies on the border of a picture.
+_NOISE = 1e-6
+
+
 def _moved_by(sampling: OneSampling, follower: Follower, mask_fill: float | None) -> Follower:
     from torchvision import tv_tensors
 
@@ -220,6 +224,13 @@ def _moved_by(sampling: OneSampling, follower: Follower, mask_fill: float | None
         gone = torch.from_numpy(sampling.left_out.boxes.repeat(4))  # their corners
         points[gone] = torch.from_numpy(sampling.left_out.corner[::-1].copy())
     points = (points - 0.5 - origin) / step + 0.5  # Note [Coordinates]
+    if sampling.cuts is not None and getattr(follower, "clamping_mode", None) is not None:
+        cuts = torch.from_numpy(sampling.cuts[::-1].copy())
+        ends = ((cuts - 0.5 - origin[:, None]) / step[:, None] + 0.5).sort(dim=1).values
+        inside = torch.tensor([[width], [height]]) - _NOISE
+        ends[:, 0].masked_fill_(ends[:, 0] < _NOISE, -torch.inf)  # the canvas ends there
+        ends[:, 1:].masked_fill_(ends[:, 1:] > inside, torch.inf)
+        points = points.clamp(*ends.unbind(1))
     return _at_points(follower, points, sampling.size)
 
 

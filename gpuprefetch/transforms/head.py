@@ -231,14 +231,19 @@ class Head:
         return coloring(3, torch.uint8, self.dtype or torch.float32, self.mean, self.std)
 
     def sample(
-        self, sizes: npt.ArrayLike, keys: Keys, leaders: npt.ArrayLike | None = None
+        self,
+        sizes: npt.ArrayLike,
+        keys: Keys,
+        leaders: npt.ArrayLike | None = None,
+        *,
+        with_cuts: bool = False,
     ) -> Sampling:
         """The sampling of images of ``sizes`` ``(N, 2)`` with ``(N,)`` keys.
 
         ``leaders`` ``(N, 2)`` are the sizes of the first image of each one's sample, if these have
-        several.
+        several. ``with_cuts`` asks for what crops have left, which boxes need.
         """
-        sampling = Sampling.identity(sizes)
+        sampling = Sampling.identity(sizes, with_cuts=with_cuts)
         if leaders is None or np.array_equal(sizes, leaders):
             for position, op in enumerate(self.ops):
                 sampling = op(sampling, fold(keys, position))

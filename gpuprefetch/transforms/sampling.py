@@ -66,13 +66,17 @@ class Sampling:
     last: Floats
     length: Floats
     left_out: tuple[LeftOut | None, ...] = ()  # one an image; empty without a crop among boxes
+    # (N, 2, 2), between which coordinates of the image crops have left something: boxes end there,
+    # also if padding follows. Infinite where nothing is cut off; None where nobody asks.
+    cuts: Floats | None = None
 
     @staticmethod
-    def identity(sizes: npt.ArrayLike) -> "Sampling":
+    def identity(sizes: npt.ArrayLike, *, with_cuts: bool = False) -> "Sampling":
         """The map that leaves images of ``sizes`` ``(N, 2)`` as they are."""
         length = np.asarray(sizes, dtype=np.float64).reshape(-1, 2)
         zero = np.zeros_like(length)
-        return Sampling(zero, zero + 1, zero, length, zero, length, length)
+        cuts = np.stack([zero - np.inf, zero + np.inf], axis=-1) if with_cuts else None
+        return Sampling(zero, zero + 1, zero, length, zero, length, length, cuts=cuts)
 
     def crop(self, start: Floats, size: Floats) -> Self:
         """Keep ``size`` pixels from ``start``; what lies outside of the image is padding."""
@@ -82,7 +86,23 @@ class Sampling:
             first=np.clip(self.first - start, 0, size),
             last=np.clip(self.last - start, 0, size),
             length=size,
+            cuts=self._cut(start, start + size),
         )
+
+    def _cut(self, start: Floats, stop: Floats) -> Floats | None:
+        if self.cuts is None:
+            return None
+        far = np.where(self.step < 0, -np.inf, np.inf)
+        first = np.where(start > 0, self.border(start), -far)
+        last = np.where(stop < self.length, self.border(stop), far)
+        low, high = np.moveaxis(self.cuts, -1, 0)
+        low = np.maximum(low, np.minimum(first, last))
+        return np.stack([low, np.minimum(high, np.maximum(first, last))], axis=-1)
+
+    def border(self, index: Floats) -> Floats:
+        """Where in the image output pixels ``index`` begin; its pixel k reaches from k to k + 1."""
+        border: Floats = self.origin + self.step * (index - 0.5) + 0.5
+        return border
 
     def clip(self) -> Self:
         """Forget what a crop left out: as in PIL, a later resize does not blend it in."""
@@ -140,13 +160,15 @@ class OneSampling(NamedTuple):
     row: Floats
     size: Size
     left_out: LeftOut | None = None
+    cuts: Floats | None = None  # (2, 2)
 
 
 def each_of(sampling: Sampling) -> list[OneSampling]:
     """The sampling of each image."""
     sizes = [(height, width) for height, width in sampling.length.astype(np.int64).tolist()]
     left_out = sampling.left_out or [None] * len(sizes)
-    return [*map(OneSampling, sampling.rows(), sizes, left_out)]
+    cuts = [None] * len(sizes) if sampling.cuts is None else sampling.cuts
+    return [*map(OneSampling, sampling.rows(), sizes, left_out, cuts)]
 
 
 class HeadOp(Protocol):
@@ -553,8 +575,7 @@ class AmongBoxesOp:
             if chosen is not None:
                 start[n] = chosen.part[:2]
                 size[n] = chosen.part[2:]
-                corner = sampling.origin[n] + sampling.step[n] * (start[n] - 0.5) + 0.5
-                left_out[n] = LeftOut(~chosen.within, corner)
+                left_out[n] = LeftOut(~chosen.within, sampling.border(start)[n])
         return replace(sampling.crop(start, size), left_out=tuple(left_out))
 
 
