@@ -181,8 +181,9 @@ def test_transforms_run(wrapped, capsys):
 
 
 def test_migration_runs(wrapped, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = pytest.importorskip("timm.data")
+    config = pytest.importorskip("datasets.config")
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     # Without workers there are none to keep, and timm before 1.0.29 keeps them by default.
     create_loader = partial(data.create_loader, persistent_workers=False)
     wrapped |= {"create_dataset": data.create_dataset, "create_loader": create_loader}

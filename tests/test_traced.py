@@ -408,6 +408,15 @@ def by_class(t, picture):
     return [op(picture) for op in ops]
 
 
+def test_a_function_that_samples_its_views_alike_is_refused(folder):
+    def alike(picture):
+        seed_all(7)
+        return LARGE(picture), SMALL(picture)
+
+    with pytest.raises(ValueError, match=r"seed_all calls numpy\.random\.seed"):
+        accelerate(DataLoader(ImageFolder(folder, alike), 3), **CPU)
+
+
 REFUSED = {
     "a seed": (reseeded, r"reseeded calls torch\.manual_seed, so that pipelines may sample alike"),
     "a state": (set_back, r"set_back calls random\.setstate"),

@@ -135,8 +135,8 @@ class Picture(_Attributes, Encoded):
     def copy(self) -> Any:
         return self._changed("copy")() if self.touched else self
 
-    def load(self) -> Pixels:
-        return Pixels(self)
+    def load(self) -> PixelAccess:
+        return PixelAccess(self)
 
     def getexif(self) -> Image.Exif:
         """The metadata: a JPEG has them before its pixels, and PIL decodes others for them."""
@@ -241,10 +241,9 @@ class Picture(_Attributes, Encoded):
     def path(self) -> str:
         return self._file.path
 
-    def is_in(self, results: Sequence[Result | LaterView]) -> bool:
-        """Whether one of these is of its file; of pixels that were changed it cannot be told."""
-        files = [each for each in results if type(each) is Result]
-        return any(self.touched or each.data is self._file.data for each in files)
+    def is_among(self, files: set[int]) -> bool:
+        """Whether its bytes have one of these identities; nobody can say if they were changed."""
+        return bool(self.touched) or id(self._file.data) in files
 
     def _mode_of_pixels(self) -> str:
         """The mode; that of a file that PIL cannot open counts as RGB, as it fails in decode."""
@@ -278,7 +277,7 @@ class LeftBehind:
         )
 
 
-class Pixels:
+class PixelAccess:
     """What ``load()`` of a picture gives, which most code does not use: it lets PIL read a file."""
 
     def __init__(self, picture: Picture) -> None:
@@ -606,11 +605,13 @@ def _fault_of(sample: Sample, made: list[Result | LaterView]) -> str:
     """Why a sample does not show what becomes of its pictures; empty if it does."""
     marked = select(sample, is_marked)
     images = [image for image in marked if type(image) is not Picture]
+    files = {id(result.data) for result in made if isinstance(result, EncodedImage)}
     for picture in marked:
-        if type(picture) is Picture and not picture.is_in(made):
+        if type(picture) is Picture and not (made and picture.is_among(files)):
             return "gave a picture that its transform did not get."
+    results = {id(result) for result in made}
     for image in images:
-        if not any(image is result for result in made):
+        if id(image) not in results:
             return KEPT
     if any(type(result) is LaterView for result in made):
         if len(images) < len(made):
