@@ -33,8 +33,8 @@ def build(loader: DataLoader[Any]) -> None:
     accelerate(loader, on_error="skipp")  # wrong
     accelerate(loader, seed="one")  # wrong
 """
-# Only what has the signatures is read: all of it, with torch, would take minutes. Other types are
-# Any.
+# Only what has the signatures is read: all of it, with torch, would take minutes, and NumPy's stubs
+# more than the rest. Other types are Any.
 CONFIG = """\
 [mypy]
 follow_imports = skip
@@ -42,6 +42,8 @@ follow_imports = skip
 follow_imports = silent
 [mypy-gpuprefetch.images.options,gpuprefetch.images.bad,gpuprefetch.images.decode]
 follow_imports = silent
+[mypy-numpy.*]
+follow_imports_for_stubs = True
 """
 
 
