@@ -103,7 +103,10 @@ def _read(loader: TorchLoader, packer: Packer, held: Noted) -> Batch:
     """Read the samples of a batch here, and collate them."""
     batch = collated(loader, packer, read_samples(loader.dataset, held.keys), held)
     if isinstance(batch, Apart):
-        raise ValueError("a sample cannot be told apart after a collate_fn that mixes them.")
+        raise ValueError(
+            "a sample cannot be told apart after a collate_fn that runs after the transforms and "
+            "may mix them. prefetcher.preview(samples=[index]) shows it."
+        )
     return batch
 
 
