@@ -286,7 +286,8 @@ def test_the_kernel_packs_as_its_twin(name, dtype, kernel_device):
     counts = layout.grids(sizes, "").prod(axis=1)
     starts = np.cumsum(counts) - counts + 2 * np.arange(3)  # with rows in between
     out = torch.zeros(int(counts.sum()) + 4, layout.row_length(3), dtype=dtype)
-    got, want = out.to(kernel_device), out.to(kernel_device)
+    got = out.to(kernel_device, copy=True)  # on the CPU as well
+    want = out.to(kernel_device, copy=True)
     pack_triton(images, got, starts, layout)
     pack_reference(images, want, starts, layout)
     assert torch.equal(got, want) and bool(want[int(counts[0])].eq(0).all())
