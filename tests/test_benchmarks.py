@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import children
 import pytest
 import torch
 from PIL import Image
@@ -360,7 +361,21 @@ def test_a_row_of_a_file_is_quoted_by_what_it_has():
 ROWS = [("ahead", True, 10.88), ("as ever", True, 71.2), ("ahead", False, 29.6)]
 
 
-def test_edge(tmp_path, monkeypatch):
+@pytest.fixture
+def in_forked_children(monkeypatch):
+    """Run the script as a child that has torch already: it changes the package for good."""
+
+    def run_child(path, task, **options):
+        options = {"forked": not torch.cuda.is_available(), "PYTHONPATH": str(BENCHMARKS)}
+        child = children.Child(children.script(path), "--child", json.dumps(task), **options)
+        out, err = child.communicate()
+        assert harness.RESULT in out, err
+        return json.loads(out.partition(harness.RESULT)[2])
+
+    monkeypatch.setattr("harness.run_child", run_child)
+
+
+def test_edge(tmp_path, monkeypatch, in_forked_children):
     edge = importlib.import_module("edge")
     monkeypatch.setattr(edge, "COLUMNS", edge.COLUMNS[-1:])  # each is a process
     output = tmp_path / "a.json"
