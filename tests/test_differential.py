@@ -142,7 +142,9 @@ def of_draws(change):
         monkeypatch.setattr(
             Head,
             "sample",
-            lambda self, sizes, keys, leaders=None: whole(self, sizes, change(keys), leaders),
+            lambda self, sizes, keys, *rest, **named: whole(
+                self, sizes, change(keys), *rest, **named
+            ),
         )
 
     return plant
