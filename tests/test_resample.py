@@ -1,5 +1,6 @@
 """The kernel against its twin, the twin against PIL and torch, and the path of a worker."""
 
+import functools
 import importlib.util
 import itertools
 import re
@@ -146,21 +147,37 @@ def into_own_sizes(images, sampling, sizes, want, memory_format=None, fill=-9.0,
     assert bool((buffer.cpu()[unused] == fill).all())
 
 
+OWN_SIZES = [(1, 1), (3, 40), (18, 35)]  # the last one has two programs down and across
+
+
+@pytest.fixture(scope="module")
+def launched_alone():
+    """Images on a device, their rows, and what a launch for each of them gives."""
+
+    @functools.cache
+    def launched(device):
+        images = []
+        rows = []
+        want = []
+        for number, size in enumerate(OWN_SIZES):
+            height, width = 5 + 3 * number, 20 - 6 * number
+            image = picture(height, width, seed=number).to(device)
+            row = axis(0, height, size[0]), axis(0, width, size[1], flip=number % 2 > 0)
+            images.append(image)
+            rows.append(row)
+            want.append(launch([image], np.array([row]), size, mean=MEAN, std=STD)[0])
+        return images, np.array(rows), want
+
+    return launched
+
+
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_results_of_their_own_sizes_are_those_of_one_size(kernel_device, memory_format):
+def test_results_of_their_own_sizes_are_those_of_one_size(
+    launched_alone, kernel_device, memory_format
+):
     """Each is bit by bit what a launch for it alone gives, and nothing is written beside it."""
-    sizes = [(1, 1), (3, 40), (18, 35)]  # the last one has two programs down and across
-    images = []
-    rows = []
-    want = []
-    for number, size in enumerate(sizes):
-        height, width = 5 + 3 * number, 20 - 6 * number
-        image = picture(height, width, seed=number).to(kernel_device)
-        row = axis(0, height, size[0]), axis(0, width, size[1], flip=number % 2 > 0)
-        images.append(image)
-        rows.append(row)
-        want.append(launch([image], np.array([row]), size, mean=MEAN, std=STD)[0])
-    into_own_sizes(images, np.array(rows), sizes, want, memory_format, mean=MEAN, std=STD)
+    images, rows, want = launched_alone(kernel_device)
+    into_own_sizes(images, rows, OWN_SIZES, want, memory_format, mean=MEAN, std=STD)
 
 
 @pytest.mark.usefixtures("large_tiles")
