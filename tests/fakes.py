@@ -1,14 +1,48 @@
 """What stands in for a GPU on a machine without one, put in at one place; and helpers."""
 
+import importlib.util
 import threading
 import time
 from inspect import signature
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, Subset
 
 from gpuprefetch import DataPrefetcher, EncodedImage
 from gpuprefetch.core.nested import children_of
+from gpuprefetch.images.decode import ImageDecoder, RefusedError
+from gpuprefetch.images.header import decode_cpu
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def example(name):
+    """Import a script of the examples by its path, as ``imagenet/draw``."""
+    path = EXAMPLES / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name.replace("/", "_"), path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class OnTheCpu(ImageDecoder):
+    """Decodes on the CPU what is left to a GPU: launches run in Triton's interpreter.
+
+    ``refused`` says whether it refuses calls of several pictures.
+    """
+
+    canaries = False
+
+    def __init__(self, *, refused=False):
+        super().__init__(torch.device("cpu"))
+        self.refused = refused
+
+    def decode(self, call, buffer, out):
+        if len(call.positions) > 1 and self.refused:
+            raise RefusedError("too many")
+        for file, place in zip(call.files(buffer), call.pictures(out), strict=True):
+            place.copy_(decode_cpu(file))
 
 
 def leaves(batch, is_leaf=None):

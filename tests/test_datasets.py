@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import Split, assert_same_batches
+from fakes import OnTheCpu, Split, assert_same_batches
 from pictures import draw, encode_jpeg
 from PIL import Image, ImageOps
 from PIL.Image import open as open_by_another_name
@@ -37,9 +37,7 @@ from gpuprefetch import (
     convert_transforms,
 )
 from gpuprefetch.images import folder as reading
-from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.images.guard import UndecodedError
-from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.migrate.accelerate import accelerate
 from gpuprefetch.migrate.explain import explain
 from gpuprefetch.migrate.folders import encoded_view
@@ -970,19 +968,6 @@ def test_an_epoch_of_one_size_goes_on_and_is_replayed(tiles):
     images = [image for images, _ in again for image in images]
     replayed = [prefetcher.replay(index)[0][0] for index in range(COUNT)]
     assert all(any(torch.equal(image, each) for each in replayed) for image in images)
-
-
-class OnTheCpu(ImageDecoder):
-    """Decodes on the CPU what is left to a GPU: launches run in Triton's interpreter."""
-
-    canaries = False
-
-    def __init__(self):
-        super().__init__(torch.device("cpu"))
-
-    def decode(self, call, buffer, out):
-        for file, place in zip(call.files(buffer), call.pictures(out), strict=True):
-            place.copy_(decode_cpu(file))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles: the GPU's test does it")

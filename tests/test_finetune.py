@@ -1,12 +1,12 @@
 """The fine-tuning example: it trains, resumes in the middle of an epoch, and shows what it does."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 import torch
 import torchvision
+from fakes import EXAMPLES, example
 from PIL import Image
 from torch import nn
 from torchvision.transforms import InterpolationMode
@@ -14,18 +14,9 @@ from torchvision.transforms._presets import ImageClassification
 
 from gpuprefetch import EncodedImageFolder
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL = ImageClassification(crop_size=32, resize_size=36, interpolation=InterpolationMode.BILINEAR)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def example(name):
-    path = EXAMPLES / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,16 @@
 """The examples for sound and video: each file once, what is drawn is what comes, and they train."""
 
-import importlib.util
 import os
-from pathlib import Path
 
 import kornia.augmentation as K
 import pytest
 import torch
+from fakes import example
 from torchvision.transforms import v2
 
 import gpuprefetch
 from gpuprefetch import DataPrefetcher
 
-FOLDER = Path(__file__).parents[1] / "examples"
 pytestmark = [
     pytest.mark.usefixtures("ffmpeg", "one_thread"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
@@ -32,16 +30,9 @@ def ffmpeg():
         )
 
 
-def example(name):
-    spec = importlib.util.spec_from_file_location(f"{name}_train", FOLDER / name / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def audio():
-    return example("audio")
+    return example("audio/train")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +80,7 @@ def test_it_trains_on_sounds_and_hears_each_once(audio, sounds, capsys):
 
 @pytest.fixture(scope="module")
 def video():
-    return example("video")
+    return example("video/train")
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +121,9 @@ def test_other_folders_in_val_would_number_the_classes_otherwise(kind, tmp_path)
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).with_suffix(".mp4" if kind == "video" else ".wav").touch()
     with pytest.raises(ValueError, match="train and val need the same folders"):
-        example(kind).main(tmp_path)
+        example(f"{kind}/train").main(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"train has no files in CLASS/"):
-        example(kind).main(tmp_path / "a")
+        example(f"{kind}/train").main(tmp_path / "a")
 
 
 def prepared(clips, transforms, device):

@@ -1,14 +1,13 @@
 """Batches by a budget of patches: sizes from headers, the example's sampler, and its training."""
 
-import importlib.util
 import os
 import sys
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from fakes import EXAMPLES, example
 from pictures import draw, encode, encode_jpeg, insert_segment
 from torch.utils.data import DataLoader
 
@@ -20,8 +19,6 @@ from gpuprefetch import (
     SmartResize,
     image_size,
 )
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,19 +72,11 @@ def test_what_has_no_size(tmp_path):
 # --- batches by budget --------------------------------------------------------------------------
 
 
-def example(folder, name):
-    path = EXAMPLES / folder / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def train():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES / "packed")
-        yield example("packed", "train")
+        yield example("packed/train")
     del sys.modules["budget"]
 
 
@@ -98,7 +87,7 @@ def budget(train):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    drawing = example("imagenet", "draw")
+    drawing = example("imagenet/draw")
     drawing.SIDES = (40, 130)
     folder = tmp_path_factory.mktemp("packed") / "pictures"
     drawing.write_folder(folder, train_per_class=3, val_per_class=1)

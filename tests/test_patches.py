@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import numbered, prefetcher_of
+from fakes import OnTheCpu, numbered, prefetcher_of
 from pictures import draw, encode, encode_jpeg
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -32,7 +32,6 @@ from gpuprefetch import (
     convert_transforms,
     preprocess,
 )
-from gpuprefetch.images.decode import ImageDecoder
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.transforms.patches import PatchLayout, pack_reference, pack_triton
 
@@ -616,19 +615,6 @@ def test_accelerate_takes_the_form_of_a_processor(folder):
         numbered([Path(path).read_bytes() for path in paths]), transforms=views
     )
     assert same(first, want) and second.pixel_values.shape[1] == 3 * 2 * 4 * 4
-
-
-class OnTheCpu(ImageDecoder):
-    """Decodes on the CPU what is left to a GPU: launches run in Triton's interpreter."""
-
-    canaries = False
-
-    def __init__(self):
-        super().__init__(torch.device("cpu"))
-
-    def decode(self, call, buffer, out):
-        for file, place in zip(call.files(buffer), call.pictures(out), strict=True):
-            place.copy_(decode_cpu(file))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles: the GPU's test does it")

@@ -9,7 +9,7 @@ import kornia.augmentation as K
 import numpy as np
 import pytest
 import torch
-from fakes import numbered, prefetcher_of
+from fakes import OnTheCpu, numbered, prefetcher_of
 from pictures import draw, encode, encode_jpeg
 from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
@@ -21,7 +21,6 @@ from torchvision.transforms.v2 import functional as F
 
 import gpuprefetch
 from gpuprefetch import DataPrefetcher, EncodedImage, PaddedImages, Padding, Views, preprocess
-from gpuprefetch.images.decode import ImageDecoder, RefusedError
 from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.transforms.random import uniform
 from gpuprefetch.transforms.sampling import (
@@ -564,22 +563,6 @@ def test_a_plan_names_the_ops(folder):
 # --- on the way of a GPU ------------------------------------------------------------------------
 
 
-class OnTheCpu(ImageDecoder):
-    """Decodes on the CPU what is left to a GPU: launches run in Triton's interpreter."""
-
-    canaries = False
-
-    def __init__(self, refused=()):
-        super().__init__(torch.device("cpu"))
-        self.refused = refused
-
-    def decode(self, call, buffer, out):
-        if len(call.positions) > 1 and self.refused:
-            raise RefusedError("too many")
-        for file, place in zip(call.files(buffer), call.pictures(out), strict=True):
-            place.copy_(decode_cpu(file))
-
-
 JPEGS = [
     encode_jpeg(draw(*shape, seed=seed), quality=95)
     for seed, shape in enumerate([(16, 24), (9, 40), (17, 8)])
@@ -592,7 +575,7 @@ JPEGS = [
 def test_a_launch_writes_results_of_their_own_sizes(how):
     ops = [v2.Resize(12), v2.RandomHorizontalFlip(1.0), *NORMALIZED]
     transforms = Views(ops, [v2.CenterCrop(8)]) if how == "in views" else ops
-    decoder = OnTheCpu(refused=[0] if how == "apart" else ())
+    decoder = OnTheCpu(refused=how == "apart")
     options = {"transforms": transforms, "cpu_share": 0.4 if "with" in how else 0.0}
     if how == "in parts":
         options["memory_budget"] = 3 * 12 * 4 * (18 + 53 + 25) + 2000

@@ -1,16 +1,14 @@
 """The self-supervised example: the sizes of views, the losses, and that both methods train."""
 
-import importlib.util
 import math
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes import EXAMPLES, example
 from torch.nn import functional as F
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 SIZES = {"image_size": 32, "local_size": 16, "prototypes": 64, "momentum": 0.9, "model": "tiny"}
 SIZES |= {"min_area": 0.4, "strength": 0.5, "temperature": 0.2}
 ARGS = SimpleNamespace(**SIZES)
@@ -19,25 +17,17 @@ TINY = [f"--{key.replace('_', '-')}={value}" for key, value in SIZES.items()]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def example(folder, name):
-    path = EXAMPLES / folder / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def train():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES / "ssl")
-        yield example("ssl", "train")
+        yield example("ssl/train")
     del sys.modules["methods"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    draw = example("imagenet", "draw")
+    draw = example("imagenet/draw")
     draw.SIDES = (60, 90)
     folder = tmp_path_factory.mktemp("ssl") / "pictures"
     draw.write_folder(folder, train_per_class=2, val_per_class=1)
