@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,32 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
     parser.add_argument("--tiny", action="store_true", help="try it out: small, on the CPU")
     return parser
+
+
+TIMED_TINY = {"rounds": 1, "settle": (0.0, 0.0), "seconds": 0.1, "repeats": 2}
+
+
+def timed_parser(description: str | None) -> argparse.ArgumentParser:
+    """The same, and the arguments of a benchmark that runs each loader alone, in rounds."""
+    parser = argument_parser(description)
+    parser.add_argument("--rounds", type=int, default=2, help="each the other way round")
+    parser.add_argument("--settle", type=float, nargs=2, default=(5.0, 15.0), help="least, most")
+    parser.add_argument("--seconds", type=float, default=5.0, help="measured, over all repeats")
+    parser.add_argument("--repeats", type=int, default=5, help="windows in these seconds")
+    return parser
+
+
+def timing(args: argparse.Namespace) -> dict[str, Any]:
+    """What ``clock.measure`` is given of them."""
+    names = ("settle", "seconds", "repeats")
+    return {name: getattr(args, name) for name in names} | {"multiple": args.workers}
+
+
+def in_rounds(columns: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """The columns of each round with its number; every second round is reversed."""
+    for number in range(rounds):
+        for column in columns if number % 2 == 0 else columns[::-1]:
+            yield number, column
 
 
 def parse_arguments(

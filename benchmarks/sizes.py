@@ -127,29 +127,21 @@ def measure(column: str, settings: dict[str, Any], timing: dict[str, Any]) -> di
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = harness.argument_parser(__doc__)
+    parser = harness.timed_parser(__doc__)
     parser.add_argument("--columns", nargs="+", choices=list(RESIZES), default=list(RESIZES))
-    parser.add_argument("--rounds", type=int, default=2, help="each the other way round")
-    parser.add_argument("--settle", type=float, nargs=2, default=(5.0, 15.0), help="least, most")
-    parser.add_argument("--seconds", type=float, default=5.0, help="measured, over all repeats")
-    parser.add_argument("--repeats", type=int, default=5, help="windows in these seconds")
-    tiny = {"rounds": 1, "settle": (0.0, 0.0), "seconds": 0.1, "repeats": 2}
-    args: argparse.Namespace = harness.parse_arguments(parser, words, **tiny)
-
+    args: argparse.Namespace = harness.parse_arguments(parser, words, **harness.TIMED_TINY)
     device = harness.Device()
     document = harness.Document("sizes", args, device, anew=True)
     document.content["photos"] = {"sample": photos.photo_facts(args.data, args.files)}
-    timing = {"settle": args.settle, "seconds": args.seconds, "repeats": args.repeats}
-    timing["multiple"] = args.workers
-    for number in range(args.rounds):
-        for column in args.columns[:: 1 if number % 2 == 0 else -1]:
-            settings = harness.settings(args)
-            if column in LARGE:
-                settings["batch_size"] = max(args.batch_size // 8, 1)
-            task = {"column": column, "settings": settings, "timing": timing}
-            found = harness.run_child(__file__, task, device=device, timeout=args.timeout)
-            row = {"column": column, "round": number, "batch_size": settings["batch_size"]}
-            document.add(row | found)
+    timing = harness.timing(args)
+    for number, column in harness.in_rounds(args.columns, args.rounds):
+        settings = harness.settings(args)
+        if column in LARGE:
+            settings["batch_size"] = max(args.batch_size // 8, 1)
+        task = {"column": column, "settings": settings, "timing": timing}
+        found = harness.run_child(__file__, task, device=device, timeout=args.timeout)
+        row = {"column": column, "round": number, "batch_size": settings["batch_size"]}
+        document.add(row | found)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ that of the other tables: whole epochs first, then the cells that DALI wins. At 
 two are of whole epochs. Rows of an older protocol fill up what the newest lacks.
 """
 
-import argparse
-import re
 import statistics
 import sys
 from pathlib import Path
+
+import blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -21,9 +21,6 @@ import cells  # noqa: E402
 import table  # noqa: E402
 
 README = ROOT / "README.md"
-BLOCK = re.compile(
-    r"(<!-- rates:start -->\n).*?(<!-- rates:end -->)", flags=re.DOTALL
-)
 ROWS = 4
 OF_EPOCHS = 2
 NAMES = {
@@ -90,20 +87,11 @@ def block(documents):
 
 def main(words=None, page=README):
     """Write the table, or fail where the page has another one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args(words)
-    text = page.read_text()
-    if len(BLOCK.findall(text)) != 1:
-        raise ValueError(f"{page.name} must have the markers of rates, once each")
     made = block(cells.read(cells.RESULTS))
-    written = BLOCK.sub(lambda found: f"{found[1]}{made}{found[2]}", text)
-    if args.check and written != text:
-        sys.exit(f"stale: the images per second of {page.name}; run docs/front.py")
-    if made:
-        page.write_text(written)
+    what = "the images per second"
+    blocks.refresh(
+        page, "rates", made, words, what=what, script="front.py", doc=__doc__
+    )
 
 
 if __name__ == "__main__":

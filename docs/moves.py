@@ -7,18 +7,14 @@ The scripts are other projects' and are not part of this repository. Each was ru
 plain and moved, on the CPU.
 """
 
-import argparse
 import json
-import re
-import sys
 from pathlib import Path
+
+import blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "moves-cpu.json"
 PAGE = ROOT / "docs" / "migrate.md"
-BLOCK = re.compile(
-    r"(<!-- moves:start -->\n).*?(<!-- moves:end -->)", flags=re.DOTALL
-)
 FEW = 3
 
 
@@ -49,19 +45,11 @@ def pixels(row):
 
 def main(words=None, page=PAGE):
     """Write the table, or fail where the page has another one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args(words)
-    text = page.read_text()
-    if len(BLOCK.findall(text)) != 1:
-        raise ValueError(f"{page.name} must have the markers of moves, once each")
     made = table(json.loads(RESULTS.read_text())["results"])
-    written = BLOCK.sub(lambda found: f"{found[1]}{made}{found[2]}", text)
-    if args.check and written != text:
-        sys.exit(f"stale: the scripts of {page.name}; run docs/moves.py")
-    page.write_text(written)
+    what = "the scripts"
+    blocks.refresh(
+        page, "moves", made, words, what=what, script="moves.py", doc=__doc__
+    )
 
 
 if __name__ == "__main__":
