@@ -221,15 +221,20 @@ def test_a_function_of_a_picture_and_its_mask_moves(root):
     assert seen == COUNT
 
 
-def test_pythons_numbers_are_those_of_the_sample_in_a_worker(root):
-    loader = DataLoader(Scenes(root, by_hand), 4, shuffle=True, num_workers=1)
-    prefetcher = moved(loader, seed=1)
+def assert_goes_on(prefetcher):
+    """From a state after the first batch an epoch has the batches that it would have had."""
     batches = iter(prefetcher)
     next(batches)
     state = prefetcher.state_dict()
     rest = [*batches]
     prefetcher.load_state_dict(state)
     assert_equal([*prefetcher], rest)
+
+
+def test_pythons_numbers_are_those_of_the_sample_in_a_worker(root):
+    loader = DataLoader(Scenes(root, by_hand), 4, shuffle=True, num_workers=1)
+    prefetcher = moved(loader, seed=1)
+    assert_goes_on(prefetcher)
 
 
 def test_pictures_that_were_read_as_tensors_move(root):
@@ -357,12 +362,7 @@ def test_an_epoch_goes_on_from_a_state(root, name, workers):
     dataset = Subset(coco(root, presets.detection(name)), range(10))
     loader = presets.loader_of(dataset, shuffle=True, num_workers=workers)
     prefetcher = moved(loader, seed=3)
-    batches = iter(prefetcher)
-    next(batches)
-    state = prefetcher.state_dict()
-    rest = [*batches]
-    prefetcher.load_state_dict(state)
-    assert_equal([*prefetcher], rest)
+    assert_goes_on(prefetcher)
 
 
 def test_the_draws_are_those_of_seed_epoch_and_sample(root):
