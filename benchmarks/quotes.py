@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cells import RESULTS, Document, Machine, train_cells
+from cells import RESULTS, Document, Machine, Result, train_cells
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 COMMENT = re.compile(r"<!-- = (.*?) -->", flags=re.DOTALL)
@@ -225,12 +225,66 @@ def _of_rows(quote: Quote, documents: list[Document]) -> Values:
     return [r[key] / unit for r in rows if key in r], False
 
 
+def _of_accuracy(quote: Quote, documents: list[Document]) -> Values:
+    """The cell is ``policy=ta``; the difference is *equal* where the check says so.
+
+    *% right* is the mean over seeds, and so is a difference. *points at most* is how far from 0 the
+    interval of the difference reaches.
+    """
+    wanted = quote.cell.removeprefix("policy=")
+    rows = [r for d in documents for r in d["results"] if r.get("policy") == wanted]
+    column = quote.columns[0]
+    other = quote.columns[-1]
+    forms: dict[str, Callable[[Result], list[float]]] = {
+        "% right": lambda r: [100 * r[column]["mean"]],
+        "% right, each seed": lambda r: [100 * share for share in r[column]["each"]],
+        "seconds": lambda r: r[column]["seconds"],
+        "times": lambda r: [
+            b / a for a, b in zip(r[column]["seconds"], r[other]["seconds"], strict=True)
+        ],
+        "points more": lambda r: [100 * (r[column]["mean"] - r[other]["mean"])],
+        "points at most": lambda r: [100 * max(map(abs, r["interval"]))],
+        "seeds": lambda r: [float(r["seeds"])],
+        "equal": lambda r: r["interval"],
+    }
+    if quote.quantity not in forms:
+        raise LookupError(f"no such quantity; {list(forms)} are")
+    is_equal = quote.quantity == "equal" and all(r["ok"] for r in rows)
+    return [value for r in rows for value in forms[quote.quantity](r)], is_equal
+
+
+def _of_recipe(quote: Quote, documents: list[Document]) -> Values:
+    """The cell is the number of epochs, ``90 epochs``, with a policy ``90 epochs, ta_wide``."""
+    runs: dict[str, dict[tuple[str, int], Result]] = {}  # by loader, then by file and round
+    for document in documents:
+        for r in document["results"]:
+            if "seconds" in r:
+                cell = ", ".join(filter(None, [f"{r['epochs']} epochs", r["auto_augment"]]))
+                if cell == quote.cell:
+                    runs.setdefault(r["column"], {})[document["file"], r["round"]] = r
+    ours = runs.get(quote.columns[0], {})
+    theirs = runs.get(quote.columns[-1], {})
+    if quote.quantity == "times":
+        both = sorted(ours.keys() & theirs.keys())
+        return [theirs[n]["seconds"] / ours[n]["seconds"] for n in both], False
+    forms: dict[str, Callable[[Result], float]] = {
+        "seconds": lambda r: r["seconds"],
+        "minutes": lambda r: r["seconds"] / 60,
+        "% right": lambda r: 100 * r["top1"],
+    }
+    if quote.quantity not in forms:
+        raise LookupError(f"no such quantity; {[*forms, 'times']} are")
+    return [forms[quote.quantity](r) for r in ours.values()], False
+
+
 RESOLVERS: dict[str, Callable[[Quote, list[Document]], Values]] = {
     "train": _of_train,
     "policy": _of_policy,
     "scaling": _of_scaling,
     "edge": _of_rows,
     "decode": _of_rows,
+    "accuracy": _of_accuracy,
+    "recipe": _of_recipe,
 }
 
 

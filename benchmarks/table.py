@@ -341,6 +341,23 @@ def sizes_table(results: list[dict[str, Any]]) -> str:
     return markdown(header, rows)
 
 
+def recipe_table(results: list[Result]) -> str:
+    """The seconds of whole trainings, and how good the networks are."""
+    by_loader: dict[tuple[str, str], list[Result]] = defaultdict(list)
+    for r in results:
+        if "seconds" in r:
+            policy = f", {r['auto_augment']}" if r["auto_augment"] else ""
+            recipe = f"{r['model']}, {r['epochs']} epochs{policy}"
+            by_loader[recipe, r["column"]].append(r)
+    rows = []
+    for (recipe, column), found in by_loader.items():
+        loader = NAMES[OURS] if column == OURS else "DataLoader, PIL and transforms v2"
+        seconds = spread([r["seconds"] for r in found])
+        right = spread([100 * r["top1"] for r in found], 1)
+        rows.append([f"{recipe}: {loader}", seconds, right])
+    return markdown(["the ImageNet example", "seconds in all", "top-1, %"], rows)
+
+
 def sweep_table(results: list[Result]) -> str:
     """Every setting of DALI that was tried, the fastest of each cell first."""
     rows = []
@@ -363,6 +380,7 @@ OTHERS: dict[str, tuple[str, Table]] = {
     "scaling": ("### Several GPUs", scaling_table),
     "views": ("### Several views of one decode", views_table),
     "sizes": ("### Results of their own size", sizes_table),
+    "recipe": ("### A whole training", recipe_table),
 }
 
 

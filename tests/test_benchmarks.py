@@ -397,6 +397,67 @@ def test_decode(tmp_path, in_this_process):
     assert sizes[75] < sizes[85] < sizes[95]
 
 
+# In place of the example, which trains: it says what it was told.
+EXAMPLE = """
+import json, sys
+words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+loader, epochs = words["--loader"], int(words["--epochs"])
+if epochs == 13:
+    sys.exit("no such number of epochs")
+summary = dict.fromkeys({names}, 0.5) | {{"epochs": epochs, "auto_augment": None}}
+open(words["--summary"], "w").write(json.dumps(summary | {{"model": loader}}))
+"""
+
+
+@pytest.fixture
+def recipe(monkeypatch, tmp_path, in_this_process):
+    """recipe.py with an example that trains in no time."""
+    script = importlib.import_module("recipe")
+    example = tmp_path / "example.py"
+    example.write_text(EXAMPLE.format(names=(*script.ARGUMENTS, *script.FIGURES)))
+    monkeypatch.setattr("recipe.EXAMPLE", example)
+    return script
+
+
+def test_a_whole_training_is_timed_with_each_loader(recipe, tmp_path):
+    output = tmp_path / "recipe.json"
+    words = ["--tiny", "--output", str(output)]
+    recipe.main(words)
+    recipe.main(words)  # all of it is done
+    first, second = document(output)["results"]
+    assert (first["column"], second["column"]) == recipe.LOADERS
+    assert (first["model"], second["model"]) == recipe.LOADERS  # what the example was told
+    assert first["seconds"] > 0 and first["epochs"] == 1
+    found = table.recipe_table([first, second])
+    assert f"1 epochs: **gpuprefetch** | {second['seconds']:,.0f} (n = 1, no spread) |" in found
+
+
+def test_a_whole_training_that_fails_says_why(recipe):
+    with pytest.raises(RuntimeError, match="ended with 1:\nno such number of epochs"):
+        recipe.measure(["--epochs", "13", "--loader", "torchvision"], cpu=True)
+    with pytest.raises(SystemExit):
+        recipe.main([])  # no folder
+
+
+def test_whole_trainings_are_quoted():
+    seconds = {("torchvision", 0): 150.0, ("gpuprefetch", 0): 60.0}
+    seconds |= {("gpuprefetch", 1): 50.0, ("torchvision", 1): 160.0}
+    shared = {"epochs": 90, "auto_augment": None, "top1": 0.755}
+    runs = [
+        {"column": column, "round": number, "seconds": time, **shared}
+        for (column, number), time in seconds.items()
+    ]
+    found = machine("a.json", [*runs, {"column": "gpuprefetch", "error": "late"}], "recipe")
+    text = """55<!-- = a | 90 epochs | gpuprefetch | seconds --> s,
+    2.6<!-- = a | 90 epochs | torchvision | minutes --> min,
+    2.5 to 3.2<!-- = a | 90 epochs | gpuprefetch / torchvision | times --> times,
+    75.5<!-- = a | 90 epochs | gpuprefetch | % right --> %"""
+    assert quotes.problems(text, [found]) == []
+    wrong = text.replace("55<", "56<").replace("2.6<", "2.7<").replace("3.2<", "3.3<")
+    assert len(quotes.problems(wrong, [found])) == 3
+    assert len(quotes.problems(text.replace("90 epochs", "30 epochs"), [found])) == 4
+
+
 @pytest.mark.parametrize("script", ["kernel", "policy"])
 def test_milliseconds(script, tmp_path):
     words = ["--tiny", "--output", str(tmp_path / "a.json")]
@@ -900,6 +961,47 @@ def test_quotes_of_other_benchmarks():
     assert len(quotes.problems(text.replace("22.9", "23.1").replace("2.5", "2.6"), documents)) == 2
 
 
+ACCURACY = {
+    "policy": "ta",
+    "pictures": "photos",
+    "images": 3068,
+    "validation": 713,
+    "epochs": 30,
+    "seeds": 3,
+    "ok": True,
+    "difference": 0.0066,
+    "interval": [-0.0058, 0.019],
+    "margin": 0.05,
+    "mistakes": {"R and B swapped": "noticed"},
+    "gpuprefetch": {"mean": 0.7466, "each": [0.741, 0.757, 0.742], "seconds": [20.0, 22.0, 21.0]},
+    "torchvision": {"mean": 0.74, "each": [0.736, 0.744, 0.74], "seconds": [40.0, 46.2, 42.0]},
+}
+RIGHT = {
+    "gpuprefetch": "74.7<!-- = a | policy=ta | gpuprefetch | % right --> %",
+    "torchvision": "73.6 to 74.4<!-- = a | policy=ta | torchvision | % right, each seed --> %",
+    "difference": "as good<!-- = a | policy=ta | gpuprefetch / torchvision | equal -->",
+    "points": "0.7<!-- = a | policy=ta | gpuprefetch / torchvision | points more --> points",
+    "interval": "1.9<!-- = a | policy=ta | gpuprefetch / torchvision | points at most --> points",
+    "seconds": "21<!-- = a | policy=ta | gpuprefetch | seconds --> s",
+    "times": "2.0<!-- = a | policy=ta | gpuprefetch / torchvision | times --> times",
+}
+
+
+@pytest.mark.parametrize("what", RIGHT)
+def test_accuracies_are_quoted(what):
+    text = RIGHT[what]
+    found = machine("a.json", [ACCURACY], "accuracy")
+    assert quotes.problems(text, [found]) == []
+    unknown = machine("a.json", [ACCURACY | {"ok": False}], "accuracy")
+    if what == "difference":
+        (wrong,) = quotes.problems(text, [unknown])
+        assert "not within a measured noise" in wrong
+        return
+    assert quotes.problems(text.replace("1", "2").replace("7", "8").replace("2.0", "2.1"), [found])
+    (none,) = quotes.problems(text.replace("policy=ta", "policy=ra"), [found])
+    assert "no result has these columns" in none
+
+
 def test_committed_tables_are_fresh():
     table.main(["--check"])
     correctness.main(["--check"])
@@ -938,6 +1040,7 @@ def test_the_rows_of_what_was_checked():
     found["differential"] = [random]
     found["suite"] = [{"file": "test_a.py", "failed": 2}]
     found["distributed"] = [ranks | {"mistakes": {"another epoch": "noticed"}}]
+    found["accuracy"] = [ACCURACY, ACCURACY | {"ok": False, "policy": "none"}, {"seeds": 2}]
     documents = [machine("a.json", rows, name) for name, rows in found.items()]
     counts = {"files": 60, "passed": 3100, "failed": 2, "skipped": 7}
     suite = next(each for each in documents if each["benchmark"] == "suite")
@@ -954,6 +1057,10 @@ def test_the_rows_of_what_was_checked():
         "| random configurations, CPU path, 2,000 of them | 3 wrong; samples 5,100, pictures ",
         "compared with PIL and eager PyTorch 3,000, with another run's 6,000, pairs of draws 40; ",
         "not checked: late |",
+        "| ResNet-18 from scratch, 3,068 photos, TrivialAugmentWide, 30 epochs, 713 for ",
+        "validation, 3 seeds | as good; gpuprefetch 74.7%, torchvision 74.0%; difference 0.7 ",
+        "points (-0.6 to 1.9; allowed: 5); R and B swapped: noticed |",
+        " crop and flip, 30 epochs, 713 for validation, 3 seeds | NOT KNOWN TO BE AS GOOD; ",
         "| test suite, GPU, 60 files | 3,100 passed, 2 failed, 7 skipped |",
         "| test suite, test_a.py | 2 FAILED |",
     ):

@@ -6,6 +6,8 @@ Those of soak.py, fuzz.py, distributed.py and parity.py are beside their own tes
 import importlib
 import json
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +87,8 @@ def test_accuracy(tmp_path):
     (result,) = json.loads(output.read_text())["results"]
     assert result["ok"] and min(result["gpuprefetch"]["each"]) > 0.9
     assert set(result["mistakes"].values()) == {"noticed"}
+    assert (result["policy"], result["images"], result["validation"]) == ("none", 48, 40)
+    assert all(seconds > 0 for path in accuracy.PATHS for seconds in result[path]["seconds"])
 
 
 def test_accuracy_is_judged_by_an_interval():
@@ -100,6 +104,53 @@ def test_accuracy_is_judged_by_an_interval():
         accuracy.judge([0.7, 0.7], [0.7, 0.7], 0.05)
 
 
+@pytest.fixture
+def trainings(monkeypatch):
+    """Trainings that only say that they took ten seconds: what was trained, in order."""
+    found = SimpleNamespace(paths=[], seconds=0.0)
+
+    def trained(case, path, seed):
+        found.paths.append((case.policy, seed, path))
+        found.seconds += 10.0
+        return path
+
+    def share(model, case, path, mistake=""):
+        return 0.5 if mistake else 0.7 + 0.01 * (len(found.paths) % 3)
+
+    monkeypatch.setattr("accuracy.trained", trained)
+    monkeypatch.setattr("accuracy.accuracy", share)
+    monkeypatch.setattr("accuracy.time.monotonic", lambda: found.seconds)
+    return found
+
+
+def test_accuracy_of_several_policies_stops_in_time_and_goes_on(trainings, tmp_path):
+    output = tmp_path / "accuracy.json"
+    words = ["--tiny", "--policies", "none", "ta", "--output", str(output)]
+    # A seed of a policy is two trainings, 20 s: after three of them a fourth would end too late.
+    stopped = accuracy.main([*words, "--stop-after", "79"])
+    assert stopped == (
+        "not finished: accuracy, none; accuracy, ta: the same command goes on with --output"
+    )
+    rows = json.loads(output.read_text())["results"]
+    assert [(row["policy"], row["seeds"], row["ok"]) for row in rows] == [
+        ("none", 2, False),
+        ("ta", 1, False),
+    ]
+    assert accuracy.main(words) == 0
+    rows = json.loads(output.read_text())["results"]
+    assert [(row["policy"], row["seeds"], row["ok"]) for row in rows] == [
+        ("none", 3, True),
+        ("ta", 3, True),
+    ]
+    policies = [(policy, seed) for seed in range(3) for policy in ("none", "ta")]
+    expected = [
+        (policy, seed, path)
+        for policy, seed in policies
+        for path in (accuracy.PATHS if seed % 2 == 0 else accuracy.PATHS[::-1])
+    ]
+    assert trainings.paths == expected  # each once, and each path as often first
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_photos_for_accuracy_are_an_image_folder(tmp_path, split):
     for root in [tmp_path / name for name in ("train", "val")] if split else [tmp_path]:
@@ -111,6 +162,37 @@ def test_photos_for_accuracy_are_an_image_folder(tmp_path, split):
     if not split:
         assert isinstance(train, Subset)
         assert not {*train.indices} & {*val.indices}
+
+
+def test_photos_of_test_are_for_validation_where_they_have_the_classes(tmp_path):
+    for name in ("train", "val", "test"):
+        accuracy.draw_set(tmp_path / name, 24, 0, tiny=True)
+    given = accuracy.photos(tmp_path)
+    assert len(given.of("train", None)) == 24
+    assert len(given.of("val", None)) == 48
+    args = accuracy.parse(["--tiny"])
+    case = accuracy.Case(given, "none", args)
+    sides = [accuracy.loader_of(case, path, "val", 0) for path in accuracy.PATHS]
+    for theirs, ours in zip(*sides, strict=True):
+        assert torch.equal(theirs[1], ours[1])
+        assert (theirs[0] - ours[0]).abs().max() < 0.1  # of values from -2 to 2.6: rounding
+    (tmp_path / "test" / "9").mkdir()
+    assert len(accuracy.photos(tmp_path).of("val", None)) == 24
+
+
+def test_a_folder_that_is_none_of_classes_is_refused(tmp_path):
+    outer = tmp_path / "photos"
+    with pytest.raises(ValueError, match=r"class folders \[\]. --data takes a folder of two"):
+        accuracy.photos(outer)
+    for name in ("train", "val"):
+        accuracy.draw_set(outer / "clothes" / name, 6, 0, tiny=True)
+    with pytest.raises(ValueError, match="class folders") as caught:
+        accuracy.photos(outer)
+    advice = str(caught.value).partition("Give --data ")[2].partition(",")[0]
+    assert accuracy.photos(Path(advice)).classes == 3
+    (outer / "clothes" / "val" / "other").mkdir()
+    with pytest.raises(ValueError, match="Only one of them has other"):
+        accuracy.photos(Path(advice))
 
 
 SOME = {

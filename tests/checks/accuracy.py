@@ -1,16 +1,24 @@
 """Train and validate from scratch through torchvision and through gpuprefetch: are they as good?
 
     python tests/checks/accuracy.py --output accuracy.json        # a ResNet-18 on a GPU, minutes
-    python tests/checks/accuracy.py --data FOLDER          # on photos: an ImageFolder
+    python tests/checks/accuracy.py --data FOLDER --policies none ta    # on photos
     python tests/checks/accuracy.py --tiny                        # try it out, on the CPU
 
-FOLDER has ``train`` and ``val``, or classes, of whose files every tenth is for validation. Without
-it shapes are drawn: eight classes, of which no flip and no rotation makes another. Both paths have
-the same seeds, files and epochs, and their own random crops, flips and policies. Each seed gives a
-difference in accuracy; the interval of their mean (95 %, Student's t) must lie within ``--margin``
-on both sides. So a difference fails, and so does an interval that is too wide to tell: more seeds,
-epochs or validation pictures make it narrower. Then the last network of each seed is validated once
-more with each mistake, which has to be noticed in the same way.
+FOLDER has ``train`` and ``val``, or classes, of whose files every tenth is for validation. A
+``test`` with the same classes is for validation too: nothing is chosen by it. Without FOLDER shapes
+are drawn: eight classes, of which no flip and no rotation makes another. Both paths have the same
+seeds, files and epochs, and their own random crops, flips and policies.
+
+Each seed gives a difference in accuracy; the interval of their mean (95 %, Student's t) must lie
+within ``--margin`` on both sides. So a difference fails, and so does an interval that is too wide
+to tell. More seeds make it narrower, more validation pictures too. Two networks that are equally
+good give other answers to about a quarter of 700 photos, which makes two points for one seed: then
+five seeds can tell 5 points, and eight can tell 3. Each network that came through gpuprefetch is
+validated once more with each mistake, which has to be noticed in the same way.
+
+A seed's seconds are those of a whole run: workers start, all epochs, and the validation after the
+last one. Every second seed begins with the other path. The file is written after each seed, and the
+same command goes on with it; with ``--stop-after`` no seed begins that may end later.
 """
 
 import argparse
@@ -18,6 +26,7 @@ import math
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +40,7 @@ import torchvision
 from bench import harness, pictures
 from independent import MEAN, STD
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
 
@@ -42,7 +51,10 @@ SIZES = {"images": 8000, "epochs": 15, "seeds": 8, "workers": 8, "batch": 128, "
 TINY = {"images": 48, "epochs": 6, "seeds": 3, "workers": 0, "batch": 8, "side": 16}
 LEAST = 40  # pictures for validation
 MARGIN = 0.05  # of accuracy
-PATHS = ("torchvision", "gpuprefetch")
+OURS = "gpuprefetch"
+PATHS = ("torchvision", OURS)
+POLICIES = {"none": None, "ta": T.TrivialAugmentWide, "ra": T.RandAugment}
+LEAST_SEEDS = 3  # of an interval
 # Student's t: 97.5 % of its distribution lie below, for degrees of freedom from 1 on.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 LABELS = "a tenth of the labels are another class's"
@@ -68,7 +80,7 @@ def picture(label: int, seed: int, side: int = 96) -> np.ndarray:
 
 
 def plain_picture(label: int, seed: int, side: int = 24) -> np.ndarray:
-    """Of --tiny: a class is red, green or blue, which a small network learns in seconds."""
+    """For --tiny: a class is red, green or blue, which a small network learns in seconds."""
     rng = np.random.default_rng(seed)
     image = rng.integers(0, 90, (side, side, 3), dtype=np.uint8)
     image[..., label % 3] += np.uint8(120)
@@ -91,19 +103,64 @@ class Photos:
     folder: Path
     classes: int
     every: int | None = None  # the numbers of the files for validation; None where folders tell
+    held_out: tuple[str, ...] = ("val",)  # the folders for validation, where folders tell
 
     def of(self, split: str, transform: Any) -> Any:
         if self.every is None:
-            return ImageFolder(str(self.folder / split), transform)
+            names = self.held_out if split == "val" else (split,)
+            parts = [ImageFolder(str(self.folder / name), transform) for name in names]
+            return ConcatDataset(parts) if len(parts) > 1 else parts[0]
         whole = ImageFolder(str(self.folder), transform)
         indices = [i for i in range(len(whole)) if (i % self.every == 0) == (split == "val")]
         return Subset(whole, indices)
 
 
 def photos(folder: Path) -> Photos:
+    """Find out how a folder says what is for training; one that has no two classes is refused."""
     split = (folder / "train").is_dir() and (folder / "val").is_dir()
-    classes = ImageFolder(str(folder / "train" if split else folder)).classes
-    return Photos(folder, len(classes), None if split else 10)
+    classes = class_folders(folder / "train" if split else folder)
+    if len(classes) < 2:
+        within = [name for name in classes if (folder / name / "train").is_dir()]
+        advice = f" Give --data {folder / within[0]}, which has train." if within else ""
+        raise ValueError(
+            f"{folder} has the class folders {classes}. --data takes a folder of two classes or "
+            f"more, as train/CLASS/* and val/CLASS/*, or as CLASS/*.{advice}"
+        )
+    if not split:
+        return Photos(folder, len(classes), every=10)
+    if strangers := set(classes) ^ set(class_folders(folder / "val")):
+        raise ValueError(
+            f"{folder}: train and val need the same class folders. Only one of them has "
+            f"{', '.join(sorted(strangers))}."
+        )
+    alike = class_folders(folder / "test") == classes
+    return Photos(folder, len(classes), held_out=("val", "test") if alike else ("val",))
+
+
+def class_folders(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+@dataclass(frozen=True)
+class Case:
+    """Photos, and how both paths train with them."""
+
+    photos: Photos
+    policy: str
+    args: argparse.Namespace
+
+    def facts(self) -> Result:
+        """What makes a result another one."""
+        sizes = {name: getattr(self.args, name) for name in ("epochs", "batch", "side")}
+        counts = {
+            "images": len(self.photos.of("train", None)),
+            "validation": len(self.photos.of("val", None)),
+            "classes": self.photos.classes,
+        }
+        pictures = "photos" if self.args.data else "drawn"
+        return {"policy": self.policy, "pictures": pictures, **counts, **sizes}
 
 
 def network(args: argparse.Namespace, classes: int) -> nn.Module:
@@ -119,26 +176,39 @@ def network(args: argparse.Namespace, classes: int) -> nn.Module:
     )
 
 
-def loader_of(
-    path: str, split: str, seed: int, given: Photos, args: argparse.Namespace, mistake: str = ""
-) -> Any:
+def loader_of(case: Case, path: str, split: str, seed: int, mistake: str = "") -> Any:
     """Batches of a path for training or validation."""
-    ending = [T.ToTensor(), T.Normalize(MEAN, STD)]
+    args = case.args
     side = args.side
-    # In --tiny the color is the class, which a policy might change.
-    policies = [] if args.tiny else [T.TrivialAugmentWide()]
-    train = [T.RandomResizedCrop(side, (0.5, 1.0)), T.RandomHorizontalFlip(), *policies]
-    val = [T.Resize(side * 8 // 7), T.CenterCrop(side)]
     training = split == "train"
-    dataset = given.of(split, T.Compose([*(train if training else val), *ending]))
-    options = {"shuffle": training, "drop_last": training, "num_workers": args.workers}
+    if training:
+        policy = POLICIES[case.policy]
+        ops = [T.RandomResizedCrop(side, (0.5, 1.0)), T.RandomHorizontalFlip()]
+        ops += [policy()] if policy else []
+    else:
+        ops = [T.Resize(side * 8 // 7), T.CenterCrop(side)]
+    transform = T.Compose([*ops, T.ToTensor(), T.Normalize(MEAN, STD)])
     loader = DataLoader(
-        dataset, args.batch, persistent_workers=args.workers > 0 and training, **options
+        case.photos.of(split, transform),
+        args.batch,
+        shuffle=training,
+        drop_last=training,
+        num_workers=args.workers,
+        persistent_workers=args.workers > 0 and training,
+        pin_memory=args.device == "cuda",
     )
     if path == "torchvision":
         return loader
-    moved = gpuprefetch.accelerate(loader, device=args.device, seed=seed, print_plan=False)
-    return faulty(moved, mistake, given.classes) if mistake else moved
+    options = {"memory_format": torch.channels_last, "print_plan": False}
+    moved = gpuprefetch.accelerate(loader, device=args.device, seed=seed, **options)
+    return faulty(moved, mistake, case.photos.classes) if mistake else moved
+
+
+def moved(batch: Any, args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch on the device; one that is there already comes back as it is."""
+    images, target = batch
+    images = images.to(args.device, memory_format=torch.channels_last, non_blocking=True)
+    return images, target.to(args.device, non_blocking=True)
 
 
 def faulty(batches: Any, mistake: str, classes: int) -> Iterator[Any]:
@@ -154,19 +224,27 @@ def faulty(batches: Any, mistake: str, classes: int) -> Iterator[Any]:
         yield images, target
 
 
-def trained(path: str, seed: int, given: Photos, args: argparse.Namespace) -> nn.Module:
+def autocast(args: argparse.Namespace) -> torch.autocast:
+    return torch.autocast(args.device, torch.bfloat16, enabled=args.device == "cuda")
+
+
+def trained(case: Case, path: str, seed: int) -> nn.Module:
     """A network that was trained through one path."""
+    args = case.args
     torch.manual_seed(seed)
-    model = network(args, given.classes).to(args.device)
-    loader = loader_of(path, "train", seed, given, args)
+    model = network(args, case.photos.classes)
+    model.to(args.device, memory_format=torch.channels_last)
+    loader = loader_of(case, path, "train", seed)
     rate = 0.1
     optimizer = torch.optim.SGD(model.parameters(), rate, 0.9, weight_decay=1e-4, nesterov=True)
     steps = args.epochs * len(loader)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
     for _ in range(args.epochs):
-        for images, target in loader:
-            output = model(images.to(args.device))
-            nn.functional.cross_entropy(output, target.to(args.device)).backward()
+        for batch in loader:
+            images, target = moved(batch, args)
+            with autocast(args):
+                loss = nn.functional.cross_entropy(model(images), target)
+            loss.backward()
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -174,14 +252,14 @@ def trained(path: str, seed: int, given: Photos, args: argparse.Namespace) -> nn
 
 
 @torch.no_grad()
-def accuracy(
-    model: nn.Module, path: str, given: Photos, args: argparse.Namespace, mistake: str = ""
-) -> float:
+def accuracy(model: nn.Module, case: Case, path: str, mistake: str = "") -> float:
     """The share of the validation set that a network gets right, which comes through one path."""
     right = []
-    for images, target in loader_of(path, "val", 0, given, args, mistake):
-        found = model(images.to(args.device)).argmax(1)
-        right.append((found == target.to(args.device)).cpu())
+    for batch in loader_of(case, path, "val", 0, mistake):
+        images, target = moved(batch, case.args)
+        with autocast(case.args):
+            found = model(images).argmax(1)
+        right.append((found == target).cpu())
     return torch.cat(right).float().mean().item()
 
 
@@ -191,8 +269,8 @@ def judge(ours: list[float], theirs: list[float], margin: float) -> Result:
     Of differences 0.01, -0.01 and 0.00 the mean is 0, and the interval reaches 4.303 * 0.01 /
     sqrt(3) = 0.025 to both sides.
     """
-    if len(ours) < 3:
-        raise ValueError(f"an interval needs at least 3 seeds, got {len(ours)}.")
+    if len(ours) < LEAST_SEEDS:
+        raise ValueError(f"an interval needs at least {LEAST_SEEDS} seeds, got {len(ours)}.")
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
     mean = statistics.fmean(differences)
     student = STUDENT[min(len(differences) - 1, len(STUDENT)) - 1]
@@ -205,25 +283,76 @@ def judge(ours: list[float], theirs: list[float], margin: float) -> Result:
     }
 
 
-def compare(given: Photos, args: argparse.Namespace) -> Result:
-    """Both paths with all seeds, and ours once more with each mistake."""
-    found: dict[str, list[float]] = {path: [] for path in PATHS}
-    mistaken: dict[str, list[float]] = {mistake: [] for mistake in MISTAKES}
-    for seed in range(args.seeds):
-        for path in PATHS:
-            model = trained(path, seed, given, args)
-            found[path].append(accuracy(model, path, given, args))
-            print(f"seed {seed}  {path:12} {found[path][-1]:.4f}", flush=True)
-        for mistake, each in mistaken.items():  # with the network that came through us
-            each.append(accuracy(model, path, given, args, mistake))
-    ours = found["gpuprefetch"]
-    result = {path: {"mean": statistics.fmean(each), "each": each} for path, each in found.items()}
-    result |= {"check": "accuracy", **judge(ours, found["torchvision"], args.margin)}
-    result["mistakes"] = {
+def begun(case: Case) -> Result:
+    """A result without seeds."""
+    paths: Result = {path: {"each": [], "seconds": []} for path in PATHS}
+    mistaken: Result = {mistake: [] for mistake in MISTAKES}
+    row = {"check": f"accuracy, {case.policy}", **case.facts(), "workers": case.args.workers}
+    return row | paths | {"mistaken": mistaken}
+
+
+def seeds_of(row: Result) -> int:
+    return len(row[OURS]["each"])
+
+
+def compare(case: Case, row: Result) -> None:
+    """One more seed: both paths, and the network of ours with each mistake."""
+    seed = seeds_of(row)
+    found: dict[str, tuple[float, float]] = {}
+    mistaken: dict[str, float] = {}
+    for path in PATHS if seed % 2 == 0 else PATHS[::-1]:
+        start = time.perf_counter()
+        model = trained(case, path, seed)
+        right = accuracy(model, case, path)
+        found[path] = right, time.perf_counter() - start
+        words = f"{case.policy:4}  seed {seed}  {path:12} {right:.4f}  {found[path][1]:.1f} s"
+        print(words, flush=True)
+        if path == OURS:
+            mistaken = {mistake: accuracy(model, case, path, mistake) for mistake in MISTAKES}
+    for path, (right, seconds) in found.items():  # all of a seed or nothing
+        row[path]["each"].append(right)
+        row[path]["seconds"].append(seconds)
+    for mistake, right in mistaken.items():
+        row["mistaken"][mistake].append(right)
+
+
+def summarize(row: Result, args: argparse.Namespace) -> None:
+    """Write into a result what its seeds say together."""
+    for path in PATHS:
+        row[path]["mean"] = statistics.fmean(row[path]["each"])
+    row["seeds"] = seeds_of(row)
+    row["ok"] = False
+    if seeds_of(row) < LEAST_SEEDS:
+        return
+    ours = row[OURS]["each"]
+    row.update(judge(ours, row["torchvision"]["each"], args.margin))
+    row["mistakes"] = {
         mistake: "missed" if judge(each, ours, args.margin)["ok"] else "noticed"
-        for mistake, each in mistaken.items()
+        for mistake, each in row["mistaken"].items()
     }
-    return result | {name: getattr(args, name) for name in SIZES}
+
+
+def run(cases: list[Case], document: harness.Document, args: argparse.Namespace) -> list[Result]:
+    """All seeds of all cases, or as many as there is time for: results, some maybe not complete."""
+    known = document.content["results"]
+    rows = []
+    for case in cases:
+        facts = case.facts().items()
+        rows += [next((row for row in known if facts <= row.items()), None) or begun(case)]
+    start = time.monotonic()
+    longest = 0.0
+    for seed in range(args.seeds):
+        for case, row in zip(cases, rows, strict=True):
+            if seed < seeds_of(row):
+                continue
+            begin = time.monotonic()
+            if args.stop_after and begin - start + longest > args.stop_after:
+                return rows
+            compare(case, row)
+            longest = max(longest, time.monotonic() - begin)
+            summarize(row, args)
+            document.keep(row)
+    return rows
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -231,29 +360,37 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--data", type=Path, help="folder of photos; drawn shapes without")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, help="one result for each")
     parser.add_argument("--margin", type=float, default=MARGIN, help="of accuracy, 0 to 1")
+    parser.add_argument("--stop-after", type=float, help="begin no seed that may end later, in s")
     parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     parser.add_argument("--tiny", action="store_true", help="try it out: small, on the CPU")
     args = parser.parse_args(words)
     args.device = "cpu" if args.tiny or args.cpu else "cuda"
     vars(args).update(TINY if args.tiny else {})
-    if args.seeds < 3:
-        parser.error("--seeds must be at least 3: the interval needs them")
+    # In --tiny the color is the class, which a policy might change.
+    args.policies = args.policies or (["none"] if args.tiny else ["ta"])
+    if args.seeds < LEAST_SEEDS:
+        parser.error(f"--seeds must be at least {LEAST_SEEDS}: the interval needs them")
     return args
 
 
 def main(words: list[str] | None = None) -> str | int:
     """What to exit with."""
     args = parse(words)
+    document = harness.Document("accuracy", args, harness.Device())
     with tempfile.TemporaryDirectory() as name:
         if args.data is None:
             draw_set(Path(name, "train"), args.images, 0, tiny=args.tiny)
             count = max(args.images // 8, LEAST)
             draw_set(Path(name, "val"), count, args.images, tiny=args.tiny)
-        result = compare(photos(args.data or Path(name)), args)
-    harness.Document("accuracy", args, harness.Device(), anew=True).add(result)
-    print({key: result[key] for key in ("ok", "difference", "interval", "mistakes")})
-    return bench.verdict([result])
+        given = photos(args.data or Path(name))
+        rows = run([Case(given, policy, args) for policy in args.policies], document, args)
+    for row in rows:
+        print({key: row.get(key) for key in ("check", "ok", "difference", "interval", "mistakes")})
+    if left := [row["check"] for row in rows if seeds_of(row) < args.seeds]:
+        return f"not finished: {'; '.join(left)}: the same command goes on with --output"
+    return bench.verdict(rows)
 
 
 if __name__ == "__main__":

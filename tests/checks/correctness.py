@@ -100,6 +100,23 @@ def distributed_rows(result: Result) -> Iterator[Row]:
     yield name, "; ".join(["exact" if result["ok"] else "WRONG", *found])
 
 
+def accuracy_rows(result: Result) -> Iterator[Row]:
+    """None for a result that has no interval: of an earlier script, or of too few seeds."""
+    if "interval" not in result:
+        return
+    means = [f"{path} {result[path]['mean']:.1%}" for path in ("gpuprefetch", "torchvision")]
+    points = [100 * result["difference"], *(100 * end for end in result["interval"])]
+    difference = "difference {:.1f} points ({:.1f} to {:.1f}".format(*points)
+    found = ["as good" if result["ok"] else "NOT KNOWN TO BE AS GOOD", ", ".join(means)]
+    found += [f"{difference}; allowed: {100 * result['margin']:.0f})"]
+    found += [f"{mistake}: {end}" for mistake, end in result["mistakes"].items()]
+    pictures = "photos" if result["pictures"] == "photos" else "drawn pictures"
+    name = f"ResNet-18 from scratch, {result['images']:,} {pictures}"
+    policy = {"none": "crop and flip", "ta": "TrivialAugmentWide", "ra": "RandAugment"}
+    how = f"{result['epochs']} epochs, {result['validation']:,} for validation"
+    yield f"{name}, {policy[result['policy']]}, {how}, {result['seeds']} seeds", "; ".join(found)
+
+
 def suite_rows(result: Result) -> Iterator[Row]:
     """A row of a file that failed; the others are in :func:`suite_row`."""
     if result["failed"]:
@@ -119,6 +136,7 @@ ROWS = {
     "fuzz": fuzz_rows,
     "differential": differential_rows,
     "distributed": distributed_rows,
+    "accuracy": accuracy_rows,
     "suite": suite_rows,
 }
 
