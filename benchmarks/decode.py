@@ -79,6 +79,7 @@ def measure(
     if engine == "none":
         loaders.refuse_engines()
     decoder = NvjpegDecoder(torch.device("cuda", 0)) if device == "cuda" else None
+    engines = engines_of(torch.device("cuda", 0)) if device == "cuda" else None
     rows = []
     for call, buffer in orders:
         out = torch.empty(call.size, dtype=torch.uint8, device=device)
@@ -103,7 +104,17 @@ def measure(
                 "gigapixels_per_second": pixels / milliseconds / 1e6,
             }
         )
-    return {"rows": rows}
+    return {"rows": rows, "engines": engines}
+
+
+def engines_of(device: torch.device) -> int | None:
+    """JPEG engines that decode in this process: 0 for CUDA kernels, None if nvJPEG does not say."""
+    from gpuprefetch.images import nvjpeg
+
+    if not nvjpeg.has_engines(device):
+        return 0
+    with nvjpeg.lease(device) as decoder:
+        return decoder.engines() or None
 
 
 def main(words: list[str] | None = None) -> None:
@@ -127,7 +138,8 @@ def main(words: list[str] | None = None) -> None:
             if "error" in found:
                 document.add(same | found)
                 continue
-            state = {key: found[key] for key in ("gpu_peak_gib", "gpu_state") if key in found}
+            kept = ("engines", "gpu_peak_gib", "gpu_state")
+            state = {key: found[key] for key in kept if key in found}
             for (quality, shortest), row in zip(kinds[::step], found["rows"], strict=True):
                 document.add({"quality": quality, "shortest": shortest} | same | row | state)
 

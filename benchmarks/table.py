@@ -1,6 +1,6 @@
 """Write the result tables and the plot from the JSON under benchmarks/results/.
 
-python benchmarks/table.py           # benchmarks/README.md and docs/results.svg
+python benchmarks/table.py           # benchmarks/README.md, docs/limits.md and docs/results.svg
 python benchmarks/table.py --check   # fail where a page does not follow from the JSON
 
 A file of train.py is one machine. Every machine counts. ``--check`` also fails where a file does
@@ -13,7 +13,7 @@ import statistics
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,8 @@ NAMES = {
     "torchvision:backend=tensor": "DataLoader, torchvision v2 on tensors",
     "torchvision:backend=tensor,normalize=gpu": "the same, normalized on the GPU",
 }
+# Kinds of photos in the table of decoders: quality and shorter side, as decode.py names them.
+DECODED = {"as they are": (None, None), "shorter side 256, quality 85": (85, 256)}
 PACKAGES = {"torch": "torch", "nvidia-dali-cuda130": "DALI"}
 # What a reader must know of each version's numbers.
 VERSIONS = {
@@ -358,6 +360,37 @@ def recipe_table(results: list[Result]) -> str:
     return markdown(["the ImageNet example", "seconds in all", "top-1, %"], rows)
 
 
+def decode_table(documents: list[Document]) -> str:
+    """The rates of each GPU's decoder alone, and the files that they are from."""
+    gpus: dict[str, list[Document]] = defaultdict(list)
+    for document in of(documents, "decode"):
+        if gpu := document["metadata"]["gpu"]:
+            gpus[gpu].append(document)
+    rows = [row for gpu, found in sorted(gpus.items()) for row in _decoder_rows(gpu, found)]
+    header = ["GPU", "JPEG engines", "photos", "by engines, images/s", "by CUDA kernels, images/s"]
+    return markdown([*header, "file"], rows) if rows else ""
+
+
+def _decoder_rows(gpu: str, found: list[Document]) -> Iterator[list[str]]:
+    """A row for each kind of photos. On a GPU without engines ``auto`` stands for CUDA kernels."""
+    results = [r for d in found for r in d["results"] if "images_per_second" in r]
+    known = {r["engines"] for r in results if r.get("engines") is not None}
+    has_engines = known != {0}  # earlier files have no count, and are of GPUs with engines
+    count = str(max(known, default=0) or "yes") if has_engines else "none"
+    drivers = ", ".join(dict.fromkeys(str(d["metadata"]["driver"]) for d in found))
+    links = ", ".join(f"[{d['file']}](../benchmarks/results/{d['file']})" for d in found)
+    for kind, (quality, shortest) in DECODED.items():
+        those = [r for r in results if (r["quality"], r["shortest"]) == (quality, shortest)]
+        if not those:
+            continue
+        size = statistics.median(r["bytes_per_photo"] for r in those) / 1000
+        by_engines = [r for r in those if r["engine"] == "auto" and has_engines]
+        by_kernels = [r for r in those if r not in by_engines]
+        sides = (by_engines, by_kernels)
+        rates = [spread([r["images_per_second"] for r in side]) or "-" for side in sides]
+        yield [f"{gpu}, driver {drivers}", count, f"{kind}, {size:.0f} KB", *rates, links]
+
+
 def sweep_table(results: list[Result]) -> str:
     """Every setting of DALI that was tried, the fastest of each cell first."""
     rows = []
@@ -498,7 +531,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(words)
     documents = read(RESULTS)
-    refresh({ROOT / "benchmarks" / "README.md": all_results(documents)}, check=args.check)
+    blocks = {ROOT / "benchmarks" / "README.md": all_results(documents)}
+    blocks |= {ROOT / "docs" / "limits.md": decode_table(documents)}
+    refresh(blocks, check=args.check)
     if args.check:
         complain(documents)
     elif versions := by_version(documents):

@@ -393,6 +393,7 @@ def test_decode(tmp_path, in_this_process):
     results = document(tmp_path / "a.json")["results"]
     assert [(r["quality"], r["shortest"]) for r in results] == decode.KINDS
     assert all(r["images_per_second"] > 0 and r["engine"] == "cpu" for r in results)
+    assert all(r["engines"] is None for r in results)  # of a GPU
     sizes = {r["quality"]: r["bytes_per_photo"] for r in results if r["shortest"] is None}
     assert sizes[75] < sizes[85] < sizes[95]
 
@@ -456,6 +457,37 @@ def test_whole_trainings_are_quoted():
     wrong = text.replace("55<", "56<").replace("2.6<", "2.7<").replace("3.2<", "3.3<")
     assert len(quotes.problems(wrong, [found])) == 3
     assert len(quotes.problems(text.replace("90 epochs", "30 epochs"), [found])) == 4
+
+
+def test_the_table_of_decoders_has_a_row_for_each_gpu():
+    def decoded(engine, rate, engines=None, kind=(None, None)):
+        row = {"engine": engine, "images_per_second": rate, "bytes_per_photo": 99_900.0}
+        count = {} if engines is None else {"engines": engines}  # earlier files have none
+        return row | count | {"quality": kind[0], "shortest": kind[1]}
+
+    small = (85, 256)
+    with_engines = [decoded("auto", 25_000.0, 7), decoded("none", 3_800.0, 0)]
+    with_engines += [decoded("auto", 26_000.0, 7), decoded("auto", 28_000.0, 7, small)]
+    without = [decoded("auto", 3_000.0, 0), decoded("none", 3_100.0, 0)]
+    files = [machine("b.json", with_engines, "decode"), machine("a.json", without, "decode")]
+    files += [machine("c.json", [decoded("auto", 24_000.0)], "decode")]
+    files += [machine("d.json", [decoded("cpu", 100.0)], "decode")]
+    for document, gpu in zip(files, ("H9", "RTX 9", "H8", None), strict=True):
+        document["metadata"] |= {"gpu": gpu, "driver": "580.1"}
+    lines = table.decode_table(files).splitlines()[2:]
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    names = [row[0].partition(",")[0] for row in found]
+    assert names == ["H8", "H9", "H9", "RTX 9"]
+    uncounted, photos_as_they_are, small_photos, no_engines = found
+    assert uncounted[1:3] == ["yes", "as they are, 100 KB"]
+    assert photos_as_they_are[1] == "7"
+    rates = ["25,500 (25,000 to 26,000; n = 2)", "3,800 (n = 1, no spread)"]
+    assert photos_as_they_are[3:5] == rates
+    assert small_photos[3:5] == ["28,000 (n = 1, no spread)", "-"]
+    assert no_engines[1] == "none"
+    assert no_engines[3:5] == ["-", "3,050 (3,000 to 3,100; n = 2)"]
+    assert no_engines[5] == "[a.json](../benchmarks/results/a.json)"
+    assert table.decode_table(files[3:]) == ""
 
 
 @pytest.mark.parametrize("script", ["kernel", "policy"])

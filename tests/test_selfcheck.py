@@ -35,12 +35,17 @@ def test_report(checks, ok, verdict):
 
 
 def test_report_tells_what_was_skipped_and_is_written_as_json(capsys, monkeypatch):
-    report = SelfcheckReport("a GPU", {"torch": "2"}, [OURS, CAUGHT], missed=3)
+    report = SelfcheckReport(
+        "a GPU", {"torch": "2"}, [OURS, CAUGHT], 3, driver="580.1", decode="nvJPEG's 7 JPEG engines"
+    )
     assert "3 pictures skipped" in str(report) == repr(report)
+    assert "NVIDIA driver 580.1, decode by nvJPEG's 7 JPEG engines" in str(report)
     monkeypatch.setattr(gpuprefetch, "selfcheck", lambda device, rounds: report)
     assert main(["selfcheck", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["metadata"]["gpu"], document["missed"]) == ("a GPU", 3)
+    assert document["metadata"]["driver"] == "580.1"
+    assert document["metadata"]["decode"] == "nvJPEG's 7 JPEG engines"
     assert [result["verdict"] for result in document["results"]] == ["safe", "caught"]
 
 

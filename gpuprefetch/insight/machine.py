@@ -40,10 +40,15 @@ def _count() -> int:
 
 
 def _gpu(number: int) -> Gpu:
-    decoder = NvjpegDecoder(resolve_device(number))
+    device = resolve_device(number)
+    return Gpu(torch.cuda.get_device_name(device), decode_of(device))
+
+
+def decode_of(device: torch.device) -> str:
+    """What decodes JPEGs for a CUDA device, in words."""
+    decoder = NvjpegDecoder(device)
     missing = decoder.missing()
-    decode = f"the workers: {missing}" if missing else decoder.words
-    return Gpu(torch.cuda.get_device_name(number), decode)
+    return f"the workers: {missing}" if missing else decoder.words
 
 
 def driver_version(nvml: Any = None) -> str | None:

@@ -22,6 +22,7 @@ from gpuprefetch.core.streams import handoff, lease_stream, return_stream
 from gpuprefetch.images.decode import DECODERS, ImageDecoder
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.prepared import Call
+from gpuprefetch.insight.machine import decode_of, driver_version
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import Resize
 
@@ -66,12 +67,16 @@ class SelfcheckReport(Printed):
         checks: of each backend and order.
         missed: pictures of ``checks`` that JPEG engines reported as decoded and did not write; they
             were decoded again.
+        driver: version of NVIDIA's driver; None where it was not found.
+        decode: what decodes JPEGs for this GPU, with the number of its JPEG engines.
     """
 
     device: str
     versions: dict[str, str]
     checks: list[Check]
     missed: int = 0
+    driver: str | None = None
+    decode: str = "not asked"
 
     @property
     def ok(self) -> bool:
@@ -89,7 +94,13 @@ class SelfcheckReport(Printed):
         utc = datetime.now(UTC).isoformat(timespec="seconds")
         return {
             "benchmark": "selfcheck",
-            "metadata": {"utc": utc, "gpu": self.device, "versions": self.versions},
+            "metadata": {
+                "utc": utc,
+                "gpu": self.device,
+                "driver": self.driver,
+                "decode": self.decode,
+                "versions": self.versions,
+            },
             "missed": self.missed,
             "results": [asdict(check) | {"verdict": check.verdict} for check in self.checks],
         }
@@ -105,9 +116,10 @@ class SelfcheckReport(Printed):
         else:
             end = "FAILED: nothing was proved, see the verdicts"
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        machine = f"NVIDIA driver {self.driver or 'not found'}, decode by {self.decode}"
         missed = f"{self.missed} pictures skipped by the decoder and decoded again"
         table = columns(rows, right=(2, 3, 4))
-        return "\n".join([f"{self.device}, {versions}", table, missed, end])
+        return "\n".join([f"{self.device}, {versions}", machine, table, missed, end])
 
 
 def selfcheck(
@@ -173,7 +185,14 @@ def selfcheck(
         pictures = [torch.rand(IMAGES, 3, *SIZE, device=chosen) for _ in range(SETS)]
         checks.append(_check_handoff("library", pictures, rounds, bar))
         checks.append(_check_handoff("unsafe", pictures, UNSAFE_ROUNDS, bar))
-    return SelfcheckReport(torch.cuda.get_device_name(chosen), versions(), checks, missed)
+    return SelfcheckReport(
+        torch.cuda.get_device_name(chosen),
+        versions(),
+        checks,
+        missed,
+        driver_version(),
+        decode_of(chosen),
+    )
 
 
 def _prefetcher(batches: list[list[EncodedImage]], decoder: ImageDecoder) -> DataPrefetcher:
