@@ -16,6 +16,7 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import gpuprefetch
+from gpuprefetch import EncodedImageFolder
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -112,6 +113,45 @@ def wrapped(namespace):
     exec("import gpuprefetch, kornia.augmentation as K\nfrom gpuprefetch import *", namespace)
     namespace["train_loader"] = namespace["DataPrefetcher"](namespace["tensor_loader"])
     return namespace
+
+
+def test_the_script_that_resumes_goes_on_where_it_was_killed(wrapped, monkeypatch):
+    (source,) = (block for block in blocks("python", DOCS["loop.md"]) if "--resume" in block)
+    source = source.replace("step % 100 == 99", "True")
+    calls = []
+
+    def loss_fn(output, target):
+        calls.append(target.tolist())
+        if len(calls) == killed:
+            raise KeyboardInterrupt
+        return torch.nn.functional.cross_entropy(output, target)
+
+    def start(*words):
+        torch.manual_seed(3)
+        photos = EncodedImageFolder("train")
+        shuffled = DataLoader(photos, batch_size=1, shuffle=True)
+        crop = gpuprefetch.RandomResizedCrop(8)
+        to_float = v2.ToDtype(torch.float32, scale=True)
+        loader = gpuprefetch.DataPrefetcher(shuffled, transforms=[crop, to_float], device="cpu")
+        monkeypatch.setattr("sys.argv", ["script.py", *words])
+        run(
+            source,
+            wrapped | {"loader": loader, "loss_fn": loss_fn, "model": wrapped["model"].cpu()},
+        )
+
+    killed = 0
+    start()
+    whole = calls.copy()
+    assert len(whole) == 9
+    for killed in (2, 3, 5):
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            start()
+        begun = calls[:-1]  # the last one was not trained with
+        killed = 0
+        calls.clear()
+        start("--resume")
+        assert begun + calls == whole
 
 
 @pytest.mark.parametrize("sign", ["-", "+"])
