@@ -129,7 +129,7 @@ def test_accuracy_of_several_policies_stops_in_time_and_goes_on(trainings, tmp_p
     # A seed of a policy is two trainings, 20 s: after three of them a fourth would end too late.
     stopped = accuracy.main([*words, "--stop-after", "79"])
     assert stopped == (
-        "not finished: accuracy, none; accuracy, ta: the same command goes on with --output"
+        "not finished: accuracy (none), accuracy (ta): the same command goes on with --output"
     )
     rows = json.loads(output.read_text())["results"]
     assert [(row["policy"], row["seeds"], row["ok"]) for row in rows] == [
@@ -162,6 +162,30 @@ def test_photos_for_accuracy_are_an_image_folder(tmp_path, split):
     if not split:
         assert isinstance(train, Subset)
         assert not {*train.indices} & {*val.indices}
+
+
+def test_mistakes_for_accuracy_are_those_that_its_pictures_show(tmp_path):
+    for name in ("train", "val"):
+        accuracy.draw_set(tmp_path / name, 6, 0, tiny=True)
+    images = torch.arange(24.0).view(1, 3, 2, 4)
+    target = torch.tensor([2])
+
+    def batch_with(mistake):
+        ((wrong, labels),) = accuracy.faulty([(images, target)], mistake, classes=3)
+        return wrong, labels.item()
+
+    same, label = batch_with(accuracy.LABELS)
+    assert label == 0 and torch.equal(same, images)
+    upside_down, label = batch_with(accuracy.UPSIDE_DOWN)
+    assert label == 2 and torch.equal(upside_down, images.flip(-2))
+    other_colors, label = batch_with(faults.SWAPPED_COLORS)
+    assert label == 2 and torch.equal(other_colors, images.flip(-3))
+    drawn, given = (
+        accuracy.Case(accuracy.photos(tmp_path), "none", accuracy.parse(["--tiny", *words]))
+        for words in ([], ["--data", str(tmp_path)])
+    )
+    assert faults.SWAPPED_COLORS in accuracy.begun(drawn)["mistaken"]
+    assert accuracy.UPSIDE_DOWN in accuracy.begun(given)["mistaken"]
 
 
 def test_photos_of_test_are_for_validation_where_they_have_the_classes(tmp_path):

@@ -58,7 +58,9 @@ LEAST_SEEDS = 3  # of an interval
 # Student's t: 97.5 % of its distribution lie below, for degrees of freedom from 1 on.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 LABELS = "a tenth of the labels are another class's"
-MISTAKES = (LABELS, faults.SWAPPED_COLORS)
+UPSIDE_DOWN = "the pictures are upside down"
+# The drawn classes stay what they are upside down, and clothes in other colors.
+MISTAKES = {"drawn": (LABELS, faults.SWAPPED_COLORS), "photos": (LABELS, UPSIDE_DOWN)}
 
 Result = dict[str, Any]
 
@@ -151,6 +153,10 @@ class Case:
     policy: str
     args: argparse.Namespace
 
+    @property
+    def pictures(self) -> str:
+        return "photos" if self.args.data else "drawn"
+
     def facts(self) -> Result:
         """What makes a result another one."""
         sizes = {name: getattr(self.args, name) for name in ("epochs", "batch", "side")}
@@ -159,8 +165,7 @@ class Case:
             "validation": len(self.photos.of("val", None)),
             "classes": self.photos.classes,
         }
-        pictures = "photos" if self.args.data else "drawn"
-        return {"policy": self.policy, "pictures": pictures, **counts, **sizes}
+        return {"policy": self.policy, "pictures": self.pictures, **counts, **sizes}
 
 
 def network(args: argparse.Namespace, classes: int) -> nn.Module:
@@ -200,8 +205,8 @@ def loader_of(case: Case, path: str, split: str, seed: int, mistake: str = "") -
     if path == "torchvision":
         return loader
     options = {"memory_format": torch.channels_last, "print_plan": False}
-    moved = gpuprefetch.accelerate(loader, device=args.device, seed=seed, **options)
-    return faulty(moved, mistake, case.photos.classes) if mistake else moved
+    ours = gpuprefetch.accelerate(loader, device=args.device, seed=seed, **options)
+    return faulty(ours, mistake, case.photos.classes) if mistake else ours
 
 
 def moved(batch: Any, args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,6 +222,8 @@ def faulty(batches: Any, mistake: str, classes: int) -> Iterator[Any]:
     for images, target in batches:
         if mistake == faults.SWAPPED_COLORS:
             images = images.flip(1)
+        elif mistake == UPSIDE_DOWN:
+            images = images.flip(2)
         else:
             wrong = (seen + torch.arange(len(target), device=target.device)) % 10 == 0
             target = torch.where(wrong, (target + 1) % classes, target)
@@ -286,8 +293,8 @@ def judge(ours: list[float], theirs: list[float], margin: float) -> Result:
 def begun(case: Case) -> Result:
     """A result without seeds."""
     paths: Result = {path: {"each": [], "seconds": []} for path in PATHS}
-    mistaken: Result = {mistake: [] for mistake in MISTAKES}
-    row = {"check": f"accuracy, {case.policy}", **case.facts(), "workers": case.args.workers}
+    mistaken: Result = {mistake: [] for mistake in MISTAKES[case.pictures]}
+    row = {"check": f"accuracy ({case.policy})", **case.facts(), "workers": case.args.workers}
     return row | paths | {"mistaken": mistaken}
 
 
@@ -308,7 +315,8 @@ def compare(case: Case, row: Result) -> None:
         words = f"{case.policy:4}  seed {seed}  {path:12} {right:.4f}  {found[path][1]:.1f} s"
         print(words, flush=True)
         if path == OURS:
-            mistaken = {mistake: accuracy(model, case, path, mistake) for mistake in MISTAKES}
+            made = MISTAKES[case.pictures]
+            mistaken = {mistake: accuracy(model, case, path, mistake) for mistake in made}
     for path, (right, seconds) in found.items():  # all of a seed or nothing
         row[path]["each"].append(right)
         row[path]["seconds"].append(seconds)
@@ -389,7 +397,7 @@ def main(words: list[str] | None = None) -> str | int:
     for row in rows:
         print({key: row.get(key) for key in ("check", "ok", "difference", "interval", "mistakes")})
     if left := [row["check"] for row in rows if seeds_of(row) < args.seeds]:
-        return f"not finished: {'; '.join(left)}: the same command goes on with --output"
+        return f"not finished: {', '.join(left)}: the same command goes on with --output"
     return bench.verdict(rows)
 
 

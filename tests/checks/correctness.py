@@ -105,8 +105,10 @@ def accuracy_rows(result: Result) -> Iterator[Row]:
     if "interval" not in result:
         return
     means = [f"{path} {result[path]['mean']:.1%}" for path in ("gpuprefetch", "torchvision")]
-    points = [100 * result["difference"], *(100 * end for end in result["interval"])]
-    difference = "difference {:.1f} points ({:.1f} to {:.1f}".format(*points)
+    shares = [result["difference"], *result["interval"]]
+    # As 0.0 what would be -0.0.
+    points = [round(100 * share, 1) + 0.0 for share in shares]
+    difference = "difference {} points ({} to {}".format(*points)
     found = ["as good" if result["ok"] else "NOT KNOWN TO BE AS GOOD", ", ".join(means)]
     found += [f"{difference}; allowed: {100 * result['margin']:.0f})"]
     found += [f"{mistake}: {end}" for mistake, end in result["mistakes"].items()]
