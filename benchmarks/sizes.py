@@ -83,7 +83,6 @@ def _transforms(resize: Any, *, flips: bool = True) -> list[Any]:
 
 
 def _prefetched(settings: loaders.Settings, transforms: list[Any], **options: Any) -> Any:
-    # Imported before there is a CUDA context: it prepares the environment for it.
     from gpuprefetch import DataPrefetcher, EncodedImageFolder
 
     loader = loaders.data_loader(EncodedImageFolder(settings.data), settings)
@@ -162,9 +161,7 @@ class Column:
         return max(batch_size // self.part, 1)
 
 
-def _stepping(
-    loader: Callable[[loaders.Settings, list[int], int], Any], *beside: str
-) -> Column:
+def _stepping(loader: Callable[[loaders.Settings, list[int], int], Any], *beside: str) -> Column:
     def build(settings: loaders.Settings) -> Any:
         return loader(settings, _large_sides(settings), _longest(settings))
 
@@ -239,16 +236,22 @@ class Counted:
         self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        for images, target in self._batches:
-            if len(self.pixels) < COUNTED:
-                self.pixels.append(pixels_of(images) / len(target))
-            yield images, target
+        return map(self._counted, self._batches)  # a generator would keep each batch for longer
+
+    def _counted(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        images, target = batch
+        if len(self.pixels) < COUNTED:
+            self.pixels.append(pixels_of(images) / len(target))
+        return batch
 
 
 def measure(
     column: str, model: str, settings: dict[str, Any], timing: dict[str, Any]
 ) -> dict[str, Any]:
     """One column, in this process; ``model`` is a detector, or "none"."""
+    # Before there is a CUDA context: it prepares the environment, and all columns have the same.
+    import gpuprefetch  # noqa: F401
+
     shared = loaders.Settings(**settings)
     kind = COLUMNS[column]
     try:
