@@ -254,6 +254,7 @@ def measure(
 
     shared = loaders.Settings(**settings)
     kind = COLUMNS[column]
+    torch.manual_seed(0)
     try:
         batches = kind.build(shared)
     except loaders.Missing as reason:
