@@ -1,6 +1,7 @@
 """Results of train.py by cell and machine, for the tables and for the numbers that pages quote.
 
-A file is one machine. The rules by which columns are compared are protocol.py's.
+Those of sizes.py are by model and file. A file is one machine. The rules by which columns are
+compared are protocol.py's.
 """
 
 import json
@@ -263,4 +264,18 @@ def broken_rules(document: Document) -> list[str]:
         both = [places[n] for n in (0, 1) if set(places[n]) == whole]
         if len(both) == 2 and both[0] != both[1][::-1]:
             found.append(f"{cell.title}: the second round is not the first one reversed")
+    return found
+
+
+def sizes_rounds(results: list[Result]) -> dict[str, dict[str, dict[str, dict[int, float]]]]:
+    """Rates of sizes.py: model -> file -> column -> round -> images a second.
+
+    The model is "none" where no detector trains. Each result has its file.
+    """
+    found: dict[str, dict[str, dict[str, dict[int, float]]]] = {}
+    for r in results:
+        if "images_per_second" in r:
+            by_file = found.setdefault(r.get("model", "none"), {})
+            rates = by_file.setdefault(r["file"], {}).setdefault(r["column"], {})
+            rates[r["round"]] = protocol.rate_of(r)
     return found

@@ -156,11 +156,13 @@ def measure(
     seconds: float,
     repeats: int,
     multiple: int = 1,
+    facts: Callable[[Any], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Rate of ``step(*batch)`` over an endless loader, in one loop after the other.
 
     Args:
-        batches: yields ``(images, target)``; must not end before the time is over.
+        batches: yields ``(images, target)``; must not end before the time is over. The number of
+            images is ``len(target)``.
         step: called with each batch; returns the loss, or None.
         device: ``"cuda"`` or ``"cpu"``.
         loops: of ``LOOPS``.
@@ -168,19 +170,20 @@ def measure(
         seconds: measured, in ``repeats`` windows.
         repeats: windows that median and spread are taken over.
         multiple: see :class:`Loop`.
+        facts: what is noted of the first batch; None is :func:`batch_facts`.
     """
     iterator = iter(batches)
     first = next(iterator)
     step(*first)  # compiles
     synchronize(device)
-    facts = batch_facts(first)
+    noted = (facts or batch_facts)(first)
     del first
     found = {}
     for kind in loops:
         loop = Loop(iterator, step, device, kind, multiple)
         settled = loop.settle(*settle)
         found[kind] = {**settled, **_measured(loop, device, seconds, repeats)}
-    return {"first_batch": facts, "loops": found}
+    return {"first_batch": noted, "loops": found}
 
 
 def _measured(loop: Loop, device: str, seconds: float, repeats: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import stamp
 
 PACKAGES = "torch torchvision torchcodec kornia triton nvidia-dali-cuda130 timm pillow".split()
 PACKAGES += ["cvcuda-cu13", "nvidia-nvjpeg", "nvidia-nvjpeg-cu12", "spdl-io", "ffcv"]
+PACKAGES += ["transformers"]
 CORES = len(os.sched_getaffinity(0))  # before a benchmark takes fewer
 # Of nvmlClocksEventReasons: why the clocks are below their maximum.
 THROTTLE = {

@@ -260,6 +260,25 @@ class Document:
         then["commands"] += [c for c in now["commands"] if c not in then["commands"]]
         self.content = earlier
 
+    def note_photos(self, name: str, facts: dict[str, Any]) -> None:
+        """Keep what ``photos.photo_facts`` says; a name means the same photos in all of a file."""
+        there = self.content.setdefault("photos", {}).setdefault(name, facts)
+        if there["sha256"] != facts["sha256"]:
+            raise SystemExit(f"--photos {name} are others than those of {self._path}")
+        self.write()
+
+    def is_done(self, what: dict[str, Any], number: int) -> bool:
+        """Whether a column of a round need not be run: measured, skipped, or failed twice.
+
+        Args:
+            what: the keys by which its results are known, without the round.
+            number: of the round.
+        """
+        there = [r for r in self.content["results"] if {**r, **what} == r]
+        measured = any(r["round"] == number and "error" not in r for r in there)
+        failed = sum("error" in r for r in there) >= 2
+        return measured or failed or any("skipped" in r for r in there)
+
     def add(self, result: dict[str, Any]) -> None:
         if "error" in result:  # the whole of it is for the terminal
             print(result["error"], file=sys.stderr)
@@ -277,6 +296,31 @@ class Document:
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(json.dumps(self.content, indent=1) + "\n")
+
+
+class TimeLimit:
+    """Ends a script before a process that may last as long as the longest so far ends too late.
+
+    Args:
+        seconds: from now on; None is no limit.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._begin = time.monotonic()
+        self._longest = 0.0
+
+    def note(self, took: float) -> None:
+        """A process took so many seconds."""
+        self._longest = max(self._longest, took)
+
+    def is_over(self) -> bool:
+        """Whether no further process may be started; that is printed."""
+        spent = time.monotonic() - self._begin
+        over = self._seconds is not None and spent + self._longest > self._seconds
+        if over:
+            print(f"stopped after {spent:.0f} s: give the same command again to go on")
+        return over
 
 
 def _line(result: dict[str, Any]) -> str:

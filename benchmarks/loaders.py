@@ -99,15 +99,24 @@ def data_loader(dataset: Dataset[Any], settings: Settings, **options: Any) -> Da
 
 
 @dataclass(frozen=True)
-class _Converted:
+class Converted:
     """A loader whose batches are converted; it can be iterated again and keeps the loader alive."""
 
     loader: Iterable[Any]
-    convert: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
+    convert: Callable[[Any], tuple[Any, Any]]
     options: dict[str, Any] = field(default_factory=dict)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
         return map(self.convert, self.loader)
+
+
+def moved(batch: Any, device: str) -> Any:
+    """A batch of lists, tuples and dicts of tensors, on the device: it must be pinned by then."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: moved(value, device) for key, value in batch.items()}
+    return type(batch)(moved(value, device) for value in batch)
 
 
 class SameBatch:
@@ -230,7 +239,7 @@ def torchvision(
         dataset = ImageFolder(settings.data, transform)
     move = _normalizing(settings.device) if on_gpu else partial(_to_device, device=settings.device)
     options = {"backend": backend, "normalize": normalize}
-    return _Converted(data_loader(dataset, settings), move, options)
+    return Converted(data_loader(dataset, settings), move, options)
 
 
 def _normalizing(
@@ -282,7 +291,7 @@ def timm(settings: Settings, *, policy: str = "") -> Batches:
     prefetched = PrefetchLoader(
         loader, MEAN, STD, device=torch.device(settings.device), img_dtype=torch.bfloat16
     )
-    return _Converted(prefetched, partial(_to_device, device=settings.device))
+    return Converted(prefetched, partial(_to_device, device=settings.device))
 
 
 def kornia(settings: Settings, *, policy: str = "") -> Batches:
@@ -319,7 +328,7 @@ def kornia(settings: Settings, *, policy: str = "") -> Batches:
         images = on_device(images.float() / 255)
         return images.to(torch.bfloat16, memory_format=torch.channels_last), target
 
-    return _Converted(data_loader(dataset, settings), convert)
+    return Converted(data_loader(dataset, settings), convert)
 
 
 def spdl(settings: Settings, *, policy: str = "") -> Batches:
@@ -364,7 +373,7 @@ def spdl(settings: Settings, *, policy: str = "") -> Batches:
         with pipeline.auto_stop():
             yield from pipeline
 
-    return _Converted(_Again(batches), convert, {"threads": settings.workers})
+    return Converted(Again(batches), convert, {"threads": settings.workers})
 
 
 def _ffmpeg_filter(settings: Settings, width: int, height: int) -> str:
@@ -398,7 +407,7 @@ def _batches_of(samples: list[Any], settings: Settings) -> Iterator[list[Any]]:
         left -= size
 
 
-class _Again:
+class Again:
     """Iterates what a function gives, from its start each time."""
 
     def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
@@ -447,8 +456,8 @@ def ffcv(settings: Settings, *, policy: str = "") -> Batches:
         drop_last=settings.train,
         pipelines={"image": images, "label": labels},
     )
-    endless = _Again(lambda: (batch for _ in repeat(None) for batch in made))
-    return _Converted(endless, _normalizing(settings.device), {"threads": settings.workers})
+    endless = Again(lambda: (batch for _ in repeat(None) for batch in made))
+    return Converted(endless, _normalizing(settings.device), {"threads": settings.workers})
 
 
 def dali(
@@ -537,7 +546,7 @@ def dali(
         prepare_first_batch=endless,  # a first epoch that is measured begins with its first batch
         last_batch_policy=last if train else LastBatchPolicy.PARTIAL,
     )
-    return _Converted(iterator, _from_dali, options)
+    return Converted(iterator, _from_dali, options)
 
 
 def _dali_images(settings: Settings, fused: bool, decoder: dict[str, Any]) -> Callable[[Any], Any]:

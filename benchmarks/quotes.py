@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cells import RESULTS, Document, Machine, Result, train_cells
+import protocol
+from cells import RESULTS, Document, Machine, Result, sizes_rounds, train_cells
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 COMMENT = re.compile(r"<!-- = (.*?) -->", flags=re.DOTALL)
@@ -209,6 +210,23 @@ def _of_scaling(quote: Quote, documents: list[Document]) -> Values:
     return [forms[quote.quantity]], False
 
 
+def _of_sizes(quote: Quote, documents: list[Document]) -> Values:
+    """The cell is the detector that trains, or ``none``; columns are those of sizes.py."""
+    results = [{**r, "file": d["file"]} for d in documents for r in d["results"]]
+    column = quote.columns[0]
+    rows = [r for r in results if (r.get("model", "none"), r["column"]) == (quote.cell, column)]
+    measured = [r for r in rows if "images_per_second" in r]
+    costs = {"CPU seconds": "cpu_seconds_per_1000_images", "pixels": "pixels"}
+    if quote.quantity == "images/s":
+        return [protocol.rate_of(r) for r in measured], False
+    if key := costs.get(quote.quantity):
+        return [float(r[key]) for r in measured], False
+    if quote.quantity == "times":
+        by_file = sizes_rounds(results).get(quote.cell, {})
+        return protocol.compared(by_file.items(), column, quote.columns[-1], None).values, False
+    raise LookupError(f"no such quantity; {['images/s', 'times', *costs]} are")
+
+
 def _of_rows(quote: Quote, documents: list[Document]) -> Values:
     """The cell says what a row has, ``kind=ahead, persistent=True``; the column is another key."""
     wanted = dict(part.strip().split("=") for part in quote.cell.split(","))
@@ -281,6 +299,7 @@ RESOLVERS: dict[str, Callable[[Quote, list[Document]], Values]] = {
     "train": _of_train,
     "policy": _of_policy,
     "scaling": _of_scaling,
+    "sizes": _of_sizes,
     "edge": _of_rows,
     "decode": _of_rows,
     "accuracy": _of_accuracy,

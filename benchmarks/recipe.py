@@ -65,24 +65,18 @@ def main(words: list[str] | None = None) -> None:
     given += OF_TINY if args.tiny else []
     device = harness.Device(used=not args.cpu)
     document = harness.Document("recipe", args, device)
-    asked = (args.epochs, args.auto_augment)
-    done = {
-        (r["column"], r["round"])
-        for r in document.content["results"]
-        if "seconds" in r and (r["epochs"], r["auto_augment"]) == asked
-    }
-    start = time.monotonic()
-    longest = 0.0
+    limit = harness.TimeLimit(args.stop_after)
     for number, loader in harness.in_rounds(LOADERS, args.rounds):
-        if (loader, number) in done:
+        what = {"column": loader, "epochs": args.epochs, "auto_augment": args.auto_augment}
+        if document.is_done(what, number):
             continue
-        begin = time.monotonic()
-        if args.stop_after and begin - start + longest > args.stop_after:
-            sys.exit("not finished: the same command goes on with --output")
+        if limit.is_over():
+            break
         task = {"words": [*given, "--loader", loader], "cpu": args.cpu}
+        begin = time.monotonic()
         found = harness.run_child(__file__, task, device=device, timeout=args.timeout)
-        longest = max(longest, time.monotonic() - begin)
-        document.add({"column": loader, "round": number} | found)
+        limit.note(time.monotonic() - begin)
+        document.add({**what, "round": number} | found)
 
 
 if __name__ == "__main__":

@@ -1,76 +1,128 @@
-"""Images/s of the loader alone where results have sizes of their own, beside one size.
+"""Images/s where results have sizes of their own, beside one size and beside other loaders.
 
     python benchmarks/sizes.py --data PHOTOS --output benchmarks/results/sizes-h100.json
+    python benchmarks/sizes.py --data PHOTOS --output a.json --columns patches "transformers: GPU"
 
-Each column decodes, resizes, flips and normalizes the same photos:
+Each column decodes, resizes and normalizes the same photos, and all but patches flip them:
 
-    one size        224 x 224 of each, in one tensor
-    list            a shorter side of 176 to 208 pixels, sampled: about as many pixels as 224 x 224
-    padded          the same in one tensor, with a multiple of 32
-    detection       a shorter side of 480 to 800, the longer one of 1,333 at most, as a list
-    torchvision     the same by torchvision's ops on PIL images, in the DataLoader's workers
-    patches         SmartResize and Patches as Qwen2-VL has them, at most 1,003,520 pixels
+    one size                     224 x 224 of each, in one tensor
+    list                         a shorter side of 176 to 208 pixels: about as many as 224 x 224
+    padded                       the same in one tensor, with a multiple of 32
+    detection                    a shorter side of 480 to 800, the longer one of 1,333 at most
+    torchvision                  the same by torchvision's ops on PIL images, in the workers
+    patches                      SmartResize and Patches as Qwen2-VL has them
+    patches, small batches       the same in batches of an eighth, as its peers have them
+    transformers: workers        Qwen2-VL's own image processor, in the workers
+    transformers: GPU            the same on the GPU; the workers decode (processors.py)
+    detection step: resident     a detector trains on batches that are on the device: the ceiling
+    detection step: gpuprefetch  the loader of torchvision's references, moved by ``accelerate``
+    detection step: torchvision  that loader as it is (detector.py)
 
-The pixels of a result are in the file: rates per image of columns with other sizes differ by them.
-Rounds take the columns in turn and then the other way round.
+The last three have boxes, which follow their photos, and the model normalizes. ``--size`` scales
+all sizes but those of patches. The pixels of a result are in the file: rates per image of columns
+with other sizes differ by them. Rounds take the columns in turn and then the other way round.
+The file is continued: a column of a round that is in it is not run again.
 """
 
 import argparse
 import statistics
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import clock
+import detector
 import harness
 import loaders
 import photos
+import processors
 import torch
 import train
 
-RESIZES = {
-    "one size": "Resize((224, 224))",
-    "list": "RandomShortestSize([176, 192, 208])",
-    "padded": "RandomShortestSize([176, 192, 208])",
-    "detection": "RandomShortestSize([480, ..., 800], max_size=1333)",
-    "torchvision": "RandomShortestSize([480, ..., 800], max_size=1333)",
-    "patches": "SmartResize(28)",
-}
-LARGE = ("detection", "torchvision")  # in batches of an eighth
+NO_MODEL = "none"
+COUNTED = 32  # the first batches, whose pixels are counted: for patches the host waits
 
 
-def _transforms(column: str) -> list[Any]:
+def _small_sides(settings: loaders.Settings) -> list[int]:
+    return [side * settings.size // 224 for side in (176, 192, 208)]
+
+
+def _large_sides(settings: loaders.Settings) -> list[int]:
+    return [side * settings.size // 224 for side in range(480, 801, 32)]
+
+
+def _longest(settings: loaders.Settings) -> int:
+    return 1333 * settings.size // 224
+
+
+def _fixed(settings: loaders.Settings) -> str:
+    return f"Resize(({settings.size}, {settings.size}))"
+
+
+def _small(settings: loaders.Settings) -> str:
+    return f"RandomShortestSize({_small_sides(settings)})"
+
+
+def _large(settings: loaders.Settings) -> str:
+    sides = _large_sides(settings)
+    return f"RandomShortestSize([{sides[0]}, ..., {sides[-1]}], max_size={_longest(settings)})"
+
+
+def _smart(settings: loaders.Settings) -> str:
+    return f"SmartResize({processors.FACTOR})"
+
+
+def _transforms(resize: Any, *, flips: bool = True) -> list[Any]:
     from torchvision.transforms import v2
 
-    import gpuprefetch
-
-    first = {
-        "one size": v2.Resize((224, 224)),
-        "patches": gpuprefetch.SmartResize(28),
-    }.get(column)
-    if first is None:
-        sides = range(480, 801, 32) if column in LARGE else range(176, 209, 16)
-        first = v2.RandomShortestSize(list(sides), max_size=1333 if column in LARGE else None)
+    flip = [v2.RandomHorizontalFlip()] if flips else []
     floats = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
-    flips = [] if column == "patches" else [v2.RandomHorizontalFlip()]
-    normalize = v2.Normalize(loaders.MEAN, loaders.STD)
-    return [first, *flips, *floats, normalize]
+    return [resize, *flip, *floats, v2.Normalize(loaders.MEAN, loaders.STD)]
 
 
-def build(column: str, settings: loaders.Settings) -> Any:
-    """The batches of a column: what it makes of the images, and the targets."""
-    # Imported before there is a CUDA context: it prepares the environment for it.
-    from gpuprefetch import DataPrefetcher, EncodedImageFolder, Patches
+def _prefetched(settings: loaders.Settings, transforms: list[Any], **options: Any) -> Any:
+    from gpuprefetch import DataPrefetcher, EncodedImageFolder
 
-    transforms = _transforms(column)
-    if column == "torchvision":
-        return _Moved(_plain(transforms, settings), settings.device)
-    return DataPrefetcher(
-        loaders.data_loader(EncodedImageFolder(settings.data), settings),
-        device=settings.device,
-        transforms=transforms,
-        memory_format=None if column == "patches" else torch.channels_last,
-        results={"padded": "padded", "patches": Patches(14, 2, 2)}.get(column),
-    )
+    loader = loaders.data_loader(EncodedImageFolder(settings.data), settings)
+    return DataPrefetcher(loader, device=settings.device, transforms=transforms, **options)
+
+
+def _one_size(settings: loaders.Settings) -> Any:
+    from torchvision.transforms import v2
+
+    transforms = _transforms(v2.Resize((settings.size, settings.size)))
+    return _prefetched(settings, transforms, memory_format=torch.channels_last)
+
+
+def _listed(settings: loaders.Settings, results: str | None = None) -> Any:
+    from torchvision.transforms import v2
+
+    transforms = _transforms(v2.RandomShortestSize(_small_sides(settings)))
+    options = {"memory_format": torch.channels_last, "results": results}
+    return _prefetched(settings, transforms, **options)
+
+
+def _detection_transforms(settings: loaders.Settings) -> list[Any]:
+    from torchvision.transforms import v2
+
+    resize = v2.RandomShortestSize(_large_sides(settings), max_size=_longest(settings))
+    return _transforms(resize)
+
+
+def _detection(settings: loaders.Settings) -> Any:
+    transforms = _detection_transforms(settings)
+    return _prefetched(settings, transforms, memory_format=torch.channels_last)
+
+
+def _torchvision(settings: loaders.Settings) -> Any:
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    dataset = ImageFolder(settings.data, v2.Compose(_detection_transforms(settings)))
+    loader = loaders.data_loader(dataset, settings, collate_fn=_pairs)
+    return loaders.Converted(loader, partial(loaders.moved, device=settings.device))
 
 
 def _pairs(samples: list[Any]) -> tuple[list[Any], torch.Tensor]:
@@ -78,70 +130,185 @@ def _pairs(samples: list[Any]) -> tuple[list[Any], torch.Tensor]:
     return list(images), torch.tensor(targets)
 
 
-def _plain(transforms: list[Any], settings: loaders.Settings) -> Any:
-    from torchvision.datasets import ImageFolder
-    from torchvision.transforms import v2
+def _patches(settings: loaders.Settings) -> Any:
+    from gpuprefetch import Patches, SmartResize
 
-    dataset = ImageFolder(settings.data, v2.Compose(transforms))
-    return loaders.data_loader(dataset, settings, collate_fn=_pairs)
+    bounds = (processors.LEAST_PIXELS, processors.MOST_PIXELS)
+    transforms = _transforms(SmartResize(processors.FACTOR, *bounds), flips=False)
+    form = Patches(processors.PATCH, processors.MERGE, processors.TEMPORAL)
+    return _prefetched(settings, transforms, results=form)
 
 
-class _Moved:
-    """torchvision's lists of images, copied to the device as its references do."""
+@dataclass(frozen=True)
+class Column:
+    """How a column is made.
 
-    def __init__(self, loader: Any, device: str) -> None:
-        self._loader = loader
-        self._device = device
+    Args:
+        build: its loader, of ``(images, target)``.
+        resize: what it does to each image, in words.
+        part: its batches are the ``--batch-size`` by this.
+        beside: the columns that it is compared with.
+        trains: a detector takes the batches.
+    """
+
+    build: Callable[[loaders.Settings], Any]
+    resize: Callable[[loaders.Settings], str]
+    part: int = 1
+    beside: tuple[str, ...] = ()
+    trains: bool = False
+
+    def batch_size(self, batch_size: int) -> int:
+        return max(batch_size // self.part, 1)
+
+
+def _stepping(loader: Callable[[loaders.Settings, list[int], int], Any], *beside: str) -> Column:
+    def build(settings: loaders.Settings) -> Any:
+        return loader(settings, _large_sides(settings), _longest(settings))
+
+    return Column(build, _large, 16, beside, trains=True)
+
+
+CEILING = "detection step: resident"
+REFERENCE = "detection step: torchvision"
+PROCESSORS = ("transformers: workers", "transformers: GPU")
+COLUMNS = {
+    "one size": Column(_one_size, _fixed),
+    "list": Column(_listed, _small, beside=("one size",)),
+    "padded": Column(partial(_listed, results="padded"), _small, beside=("one size",)),
+    "detection": Column(_detection, _large, 8, ("torchvision",)),
+    "torchvision": Column(_torchvision, _large, 8),
+    "patches": Column(_patches, _smart),
+    "patches, small batches": Column(_patches, _smart, 8, PROCESSORS),
+    PROCESSORS[0]: Column(processors.in_workers, _smart, 8),
+    PROCESSORS[1]: Column(processors.on_device, _smart, 8),
+    CEILING: _stepping(detector.resident),
+    "detection step: gpuprefetch": _stepping(detector.gpuprefetch, CEILING, REFERENCE),
+    REFERENCE: _stepping(detector.torchvision, CEILING),
+}
+
+
+def tensors_of(images: Any) -> list[torch.Tensor]:
+    """The tensors of a batch's images: one, or one for each image of a list."""
+    from gpuprefetch import PackedPatches, PaddedImages
+
+    if isinstance(images, PackedPatches):
+        return [images.pixel_values]
+    if isinstance(images, PaddedImages):
+        return [images.images]
+    return [images] if isinstance(images, torch.Tensor) else list(images)
+
+
+def pixels_of(images: Any) -> int:
+    """The pixels of a batch's images, without padding and repeated patches."""
+    from gpuprefetch import PackedPatches, PaddedImages
+
+    if isinstance(images, PackedPatches):
+        return int(images.image_grid_thw.prod(1).sum()) * processors.PATCH**2
+    if isinstance(images, PaddedImages):
+        return int(images.sizes.prod(1).sum())
+    return sum(tensor.numel() // tensor.shape[-3] for tensor in tensors_of(images))
+
+
+def _facts(batch: tuple[Any, Any]) -> dict[str, Any]:
+    """What the loop got: the same on every side, or the comparison says nothing."""
+    images, target = batch
+    tensors = tensors_of(images)
+    values = torch.cat([tensor.cpu().float().flatten() for tensor in tensors])
+    return {
+        "images": len(target),
+        "shape": list(tensors[0].shape),
+        "dtype": str(tensors[0].dtype),
+        "device": tensors[0].device.type,
+        "mean": round(values.mean().item(), 3),
+        "std": round(values.std().item(), 3),
+    }
+
+
+def _no_step(images: Any, target: Any) -> None:
+    """The loader alone."""
+
+
+class Counted:
+    """Batches as they come; ``pixels`` has the mean of an image, for each of the first batches."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.pixels: list[float] = []
+        self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
-        for images, target in self._loader:
-            moved = [image.to(self._device, non_blocking=True) for image in images]
-            yield moved, target.to(self._device, non_blocking=True)
+        return map(self._counted, self._batches)  # a generator would keep each batch for longer
 
-
-def measure(column: str, settings: dict[str, Any], timing: dict[str, Any]) -> dict[str, Any]:
-    """One column, in this process."""
-    pixels: list[float] = []
-
-    def one(batch: tuple[Any, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _counted(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         images, target = batch
-        if column == "patches":
-            values, grids = images
-            pixels.append(float(grids.cpu().prod(1).sum()) * 14 * 14 if len(pixels) < 3 else 0.0)
-            return values[:, :, None, None], target
-        if column == "padded":
-            pixels.append(float(images.sizes.prod(1).sum()))
-            return images.images, target
-        pixels.append(float(sum(image.shape[-2] * image.shape[-1] for image in images)))
-        return (images if isinstance(images, torch.Tensor) else images[0][None]), target
+        if len(self.pixels) < COUNTED:
+            self.pixels.append(pixels_of(images) / len(target))
+        return batch
 
-    device = settings["device"]
-    batches = build(column, loaders.Settings(**settings))
+
+def measure(
+    column: str, model: str, settings: dict[str, Any], timing: dict[str, Any]
+) -> dict[str, Any]:
+    """One column, in this process; ``model`` is a detector, or "none"."""
+    # Before there is a CUDA context: it prepares the environment, and all columns have the same.
+    import gpuprefetch  # noqa: F401
+
+    shared = loaders.Settings(**settings)
+    kind = COLUMNS[column]
+    torch.manual_seed(0)
+    try:
+        batches = kind.build(shared)
+    except loaders.Missing as reason:
+        return {"skipped": str(reason)}
+    device = shared.device
     with train.stream_of("own", device):
-        step = train.make_step("none", "eager", device)
-        found = clock.measure(map(one, batches), step, device=device, loops=["step"], **timing)
-    stats = batches.stats.as_dict() if hasattr(batches, "stats") else None
-    mean = statistics.fmean(value for value in pixels if value) / settings["batch_size"]
-    facts = {"pixels": round(mean), "resize": RESIZES[column], "first_batch": found["first_batch"]}
-    return {**facts, **found["loops"]["step"], "stats": stats}
+        step = _no_step if model == NO_MODEL else detector.Step(model, device)
+        counted = Counted(batches)
+        found = clock.measure(counted, step, device=device, loops=["step"], facts=_facts, **timing)
+        if isinstance(step, detector.Step):
+            step.check()
+    return {
+        "pixels": round(statistics.fmean(counted.pixels)),
+        "resize": kind.resize(shared),
+        "beside": list(kind.beside),
+        "first_batch": found["first_batch"],
+        **found["loops"]["step"],
+        "options": getattr(batches, "options", {}),
+        "stats": batches.stats.as_dict() if hasattr(batches, "stats") else None,
+    }
 
 
 def main(words: list[str] | None = None) -> None:
     parser = harness.timed_parser(__doc__)
-    parser.add_argument("--columns", nargs="+", choices=list(RESIZES), default=list(RESIZES))
+    parser.add_argument("--columns", nargs="+", choices=list(COLUMNS), default=list(COLUMNS))
+    parser.add_argument("--detection-model", choices=detector.MODELS, default=detector.MODELS[0])
+    parser.add_argument("--stop-after", type=float, help="seconds, for a time that is limited")
     args: argparse.Namespace = harness.parse_arguments(parser, words, **harness.TIMED_TINY)
     device = harness.Device()
-    document = harness.Document("sizes", args, device, anew=True)
-    document.content["photos"] = {"sample": photos.photo_facts(args.data, args.files)}
-    timing = harness.timing(args)
-    for number, column in harness.in_rounds(args.columns, args.rounds):
+    document = harness.Document("sizes", args, device)
+    document.note_photos("sample", photos.photo_facts(args.data, args.files))
+    limit = harness.TimeLimit(args.stop_after)
+    for number, name in harness.in_rounds(args.columns, args.rounds):
+        kind = COLUMNS[name]
         settings = harness.settings(args)
-        if column in LARGE:
-            settings["batch_size"] = max(args.batch_size // 8, 1)
-        task = {"column": column, "settings": settings, "timing": timing}
+        settings["batch_size"] = kind.batch_size(args.batch_size)
+        model = args.detection_model if kind.trains else NO_MODEL
+        what = {
+            "column": name,
+            "model": model,
+            "batch_size": settings["batch_size"],
+            "workers": args.workers,
+            "size": args.size,
+        }
+        if document.is_done(what, number):
+            continue
+        if limit.is_over():
+            break
+        task = {"column": name, "model": model, "settings": settings}
+        task["timing"] = harness.timing(args)
+        started = time.monotonic()
         found = harness.run_child(__file__, task, device=device, timeout=args.timeout)
-        row = {"column": column, "round": number, "batch_size": settings["batch_size"]}
-        document.add(row | found)
+        limit.note(time.monotonic() - started)
+        document.add({**what, "round": number} | found)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from cells import (
     Result,
     broken_rules,
     read,
+    sizes_rounds,
     title,
     train_cells,
     version,
@@ -326,21 +327,46 @@ def views_table(results: list[dict[str, Any]]) -> str:
     return markdown(["views of each image", *means], [["images/s (of one view's)", *row]])
 
 
-def sizes_table(results: list[dict[str, Any]]) -> str:
-    """Images per second of results of their own sizes, and what they cost."""
-    by_column: dict[str, list[Result]] = defaultdict(list)
+def sizes_table(results: list[Result]) -> str:
+    """Images per second of results of their own sizes, by those beside them, and what they cost."""
+    by_column: dict[tuple[str, str, int], list[Result]] = defaultdict(list)
     for r in results:
-        if "error" not in r:
-            by_column[r["column"]].append(r)
+        if "images_per_second" in r:
+            by_column[r.get("model", "none"), r["column"], r["batch_size"]].append(r)
+    by_model = sizes_rounds(results)
     rows = []
-    for column, found in by_column.items():
-        rates = spread([r["images_per_second"]["median"] for r in found])
-        cost = statistics.median(r["cpu_seconds_per_1000_images"] for r in found)
+    for (model, column, batch_size), found in by_column.items():
         first = found[0]
-        kind = f"{column}: `{first['resize']}`"
-        rows.append([kind, f"{first['pixels']:,}", str(first["batch_size"]), rates, f"{cost:.2f}"])
-    header = ["", "pixels of a result", "batch", "images/s", "CPU s per 1,000 images"]
-    return markdown(header, rows)
+        kind = column if model == "none" else f"{column}, `{model}`"
+        others = [
+            f"{compared} of {other}"
+            for other in first.get("beside", [])
+            if (compared := protocol.compared(by_model[model].items(), column, other, None)).values
+        ]
+        cost = statistics.median(r["cpu_seconds_per_1000_images"] for r in found)
+        rows.append(
+            [
+                f"{kind}: `{first['resize']}`",
+                f"{first['pixels']:,}",
+                str(batch_size),
+                spread([protocol.rate_of(r) for r in found]),
+                ", ".join(others),
+                f"{cost:.2f}",
+            ]
+        )
+    header = ["", "pixels of a result", "batch", "images/s", "images/s by another's"]
+    header.append("CPU s per 1,000 images")
+    return "\n\n".join([markdown(header, rows), *filter(None, [sizes_failures(results)])])
+
+
+def sizes_failures(results: list[Result]) -> str:
+    """The columns that were skipped or failed, and why."""
+    reasons = [
+        f"- {r['column']}, {r['file']}: {reason}"
+        for r in results
+        if (reason := r.get("error") or r.get("skipped"))
+    ]
+    return "\n".join(["Failed or skipped:", "", *dict.fromkeys(reasons)]) if reasons else ""
 
 
 def recipe_table(results: list[Result]) -> str:
@@ -439,7 +465,7 @@ def all_results(documents: list[Document]) -> str:
         for document in of(documents, benchmark):
             groups[document["metadata"]["gpu"] or ""].append(document)
         for found in groups.values():
-            results = [result for document in found for result in document["results"]]
+            results = [{**r, "file": d["file"]} for d in found for r in d["results"]]
             parts += [heading, table(results), caption(found, "results/")]
     return "\n\n".join(parts)
 

@@ -270,8 +270,7 @@ class Cells:
         self._args = args
         self._document = document
         self._device = harness.Device()
-        self._begin = time.monotonic()
-        self._longest = 0.0
+        self._limit = harness.TimeLimit(args.stop_after)
 
     def run(self, cell: Cell) -> bool:
         """Rounds of a cell until it is settled; False where the time is over before."""
@@ -311,15 +310,13 @@ class Cells:
         failed = sum("error" in r for r in there) >= 2
         if set(loops) <= done or failed or any("skipped" in r for r in there):
             return True
-        spent = time.monotonic() - self._begin
-        if self._args.stop_after and spent + self._longest > self._args.stop_after:
-            print(f"stopped after {spent:.0f} s: give the same command again to go on")
+        if self._limit.is_over():
             return False
         started = time.monotonic()
         what = {"column": column.name, "round": number, "place": place, **cell}
         result = self._measured(cell, column)
         took = time.monotonic() - started
-        self._longest = max(self._longest, took)
+        self._limit.note(took)
         for loop, found in result.pop("loops", {loop: {} for loop in loops}).items():
             record = {**what, "loop": loop, **found, **result, "took_seconds": round(took, 1)}
             self._document.add(record)
@@ -458,11 +455,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse()
     document = harness.Document("sweep" if args.sweep else "train", args, harness.Device())
-    facts = photos.photo_facts(args.data, args.files)
-    there = document.content.setdefault("photos", {}).setdefault(args.photos, facts)
-    if there["sha256"] != facts["sha256"]:
-        raise SystemExit(f"--photos {args.photos} are others than those of {args.output}")
-    document.write()
+    document.note_photos(args.photos, photos.photo_facts(args.data, args.files))
     runner = Cells(args, document)
     for cell in cells(args):
         finished = runner.sweep(cell) if args.sweep else runner.run(cell)

@@ -43,6 +43,7 @@ kernel, memory, policy, scaling, sizes, views = map(
 correctness, parity, table = map(Script, ("correctness", "parity", "table"))
 facts, protocol, stamp, sweep = map(Script, ("facts", "protocol", "stamp", "sweep"))
 cells, quotes = map(Script, ("cells", "quotes"))
+detector, processors = map(Script, ("detector", "processors"))
 
 
 @pytest.fixture
@@ -335,16 +336,210 @@ def test_views(tmp_path, in_this_process):
 
 def test_sizes(tmp_path, in_this_process):
     output = tmp_path / "sizes.json"
-    columns = ["one size", "list", "padded", "torchvision", "patches"]
+    columns = ["one size", "list", "padded", "torchvision", "detection", "patches"]
     sizes.main(["--tiny", "--output", str(output), "--columns", *columns])
-    found = {r["column"]: r for r in document(output)["results"]}
+    results = document(output)["results"]
+    found = {r["column"]: r for r in results}
     assert list(found) == columns
-    assert found["one size"]["pixels"] == 224 * 224
-    assert 176 * 176 < found["list"]["pixels"] < 2 * 208 * 208
+    assert found["one size"]["pixels"] == 32 * 32
+    assert 25 * 25 < found["list"]["pixels"] < 2 * 29 * 29
+    assert found["list"]["resize"] == "RandomShortestSize([25, 27, 29])"
     assert found["torchvision"]["batch_size"] == 1 and found["list"]["batch_size"] == 4
     assert found["patches"]["pixels"] >= 56 * 56  # the least that SmartResize makes
-    rate = found["list"]["images_per_second"]["median"]
-    assert f"| {rate:,.0f} (n = 1, no spread) |" in table.sizes_table([*found.values()])
+    assert found["patches"]["first_batch"]["shape"][1] == 3 * 2 * 14 * 14
+    assert {r["first_batch"]["dtype"] for r in results} == {"torch.float32"}
+    one, listed = (found[name]["images_per_second"]["median"] for name in columns[:2])
+    rows = table.sizes_table([{**r, "file": "a.json"} for r in results])
+    assert f"| {listed:,.0f} (n = 1, no spread) | {listed / one:.2f} (n = 1, no spread) of " in rows
+
+
+def test_sizes_goes_on_with_its_file(tmp_path, ran_sizes, capsys):
+    words = ["--tiny", "--output", str(tmp_path / "sizes.json"), "--columns"]
+    sizes.main([*words, "list", "--stop-after", "1e-9"])
+    assert ran_sizes == [] and "give the same command again" in capsys.readouterr().out
+    sizes.main([*words, "list", "padded"])
+    sizes.main([*words, "one size", "list", "transformers: GPU"])
+    sizes.main([*words, "transformers: GPU", "detection step: resident"])
+    names = ["list", "padded", "one size", "transformers: GPU", "detection step: resident"]
+    assert [task["column"] for task in ran_sizes] == names
+    assert [task["settings"]["batch_size"] for task in ran_sizes] == [4, 4, 4, 1, 1]
+    assert [task["model"] for task in ran_sizes] == ["none"] * 4 + [detector.MODELS[0]]
+    results = [{**r, "file": "a.json"} for r in document(tmp_path / "sizes.json")["results"]]
+    assert "Failed or skipped:\n\n- transformers: GPU, a.json: no such" in table.sizes_table(
+        results
+    )
+
+
+@pytest.fixture
+def ran_sizes(monkeypatch):
+    """The tasks of what is run in place of children."""
+    tasks = []
+
+    def run_child(script, task, **options):
+        tasks.append(task)
+        if task["column"].startswith("transformers"):
+            return {"skipped": "no such"}
+        speed = {"median": 2.0, "values": [2.0]}
+        found = {"images_per_second": speed, "cpu_seconds_per_1000_images": 1.0}
+        return {**found, "pixels": 9, "resize": "Resize", "beside": ["one size"]}
+
+    monkeypatch.setattr("harness.run_child", run_child)
+    return tasks
+
+
+def test_peers_of_patches_are_skipped_with_the_reason(settings, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for column in sizes.PROCESSORS:
+        found = sizes.measure(column, "none", vars(settings), {})
+        assert found["skipped"].startswith("transformers: ")
+
+
+DECODES_WITH_TORCHVISION = pytest.mark.filterwarnings(
+    "ignore:The image decoding and encoding capabilities of TorchVision:DeprecationWarning"
+)
+
+
+@pytest.fixture
+def as_transformers(monkeypatch):
+    """A package in transformers' place, whose processor makes one gray patch of each picture."""
+
+    class Processor:
+        def __init__(self, size, **options):
+            assert size == {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+
+        def __call__(self, images, return_tensors):
+            assert all(image.dtype == torch.uint8 and image.ndim == 3 for image in images)
+            values = torch.stack([image.float().mean().expand(1176) for image in images])
+            grids = torch.ones(len(images), 3, dtype=torch.int64)
+            return {"pixel_values": values, "image_grid_thw": grids}
+
+    name = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), SimpleNamespace())
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(Qwen2VLImageProcessor=Processor))
+
+
+@DECODES_WITH_TORCHVISION
+@pytest.mark.parametrize("place", ["in_workers", "on_device"])
+def test_a_processor_as_a_loader(place, settings, as_transformers):
+    batches = getattr(processors, place)(settings)
+    images, target = next(iter(batches))
+    assert images.pixel_values.shape == (4, 1176) and target.shape == (4,)
+    assert sizes.pixels_of(images) == 4 * 14 * 14
+    assert batches.options["runs on"] == ("workers" if place == "in_workers" else "cpu")
+
+
+@DECODES_WITH_TORCHVISION
+def test_transformers_patches_are_ours(settings):
+    pytest.importorskip("transformers")
+    ordered = replace(settings, train=False, images=24)
+    theirs = list(processors.in_workers(ordered))
+    on_device = list(processors.on_device(ordered))
+    ours = list(sizes.COLUMNS["patches"].build(ordered))
+    for (want, target), (same, _), (got, labels) in zip(theirs, on_device, ours, strict=True):
+        assert torch.equal(want.pixel_values, same.pixel_values)
+        assert torch.equal(want.image_grid_thw, got.image_grid_thw)
+        assert torch.equal(target, labels)
+        assert want.pixel_values.dtype == got.pixel_values.dtype
+        off = (want.pixel_values - got.pixel_values).abs().max()
+        assert off <= 1.01 / 255 / min(loaders.STD)
+
+
+def test_boxes_follow_their_photos(settings):
+    """Both loaders give the same boxes where nothing is sampled but the flip, and no other."""
+    ordered = replace(settings, train=False, images=24)
+    arguments = (ordered, [32], 64)
+    flipped = []
+    for (images, targets), (moved, found) in zip(
+        detector.torchvision(*arguments), detector.gpuprefetch(*arguments), strict=True
+    ):
+        for image, target, other, there in zip(images, targets, moved, found, strict=True):
+            assert image.shape == other.shape and image.dtype == other.dtype
+            assert torch.equal(target["labels"], there["labels"])
+            mirrored = target["boxes"].clone()
+            mirrored[:, [0, 2]] = image.shape[2] - target["boxes"][:, [2, 0]]
+            same = [torch.allclose(b, there["boxes"]) for b in (target["boxes"], mirrored)]
+            assert sum(same) == 1
+            flipped.append(same[1])
+            expected = image.flip(2) if same[1] else image
+            assert (expected - other).abs().max() <= 1.01 / 255
+    assert 0 < sum(flipped) < len(flipped)
+
+
+def test_a_detector_trains_on_each_of_its_columns(settings):
+    few = replace(settings, batch_size=1)
+    model = "retinanet_resnet50_fpn"  # the fastest on a CPU
+    step = detector.Step(model, "cpu")
+    for build in (detector.resident, detector.torchvision, detector.gpuprefetch):
+        images, targets = next(iter(build(few, [32], 64)))
+        loss = step(images, targets)
+        assert loss.isfinite() and loss > 0
+    step.check()
+    broken = [{**target, "boxes": target["boxes"] * torch.nan} for target in targets]
+    step([image * torch.nan for image in images], [broken[0] | {"boxes": targets[0]["boxes"]}])
+    with pytest.raises(RuntimeError, match="the detector's loss is nan"):
+        step.check()
+
+
+class QuickStep:
+    """A step in a detector's place, which takes what detectors take."""
+
+    checked = 0
+
+    def __init__(self, model_name, device):
+        assert (model_name, device) == ("fasterrcnn_resnet50_fpn", "cpu")
+
+    def __call__(self, images, targets):
+        (image,) = images
+        (target,) = targets
+        assert image.shape[0] == 3 and target["boxes"].shape[1] == 4
+        return image.mean()
+
+    def check(self):
+        QuickStep.checked += 1
+
+
+def test_a_detector_beside_its_ceiling(tmp_path, in_this_process, monkeypatch):
+    monkeypatch.setattr("detector.RESIDENT", 2)
+    monkeypatch.setattr("detector.Step", QuickStep)
+    words = ["--tiny", "--output", str(tmp_path / "a.json")]
+    words += ["--detection-model", "fasterrcnn_resnet50_fpn"]
+    columns = [sizes.CEILING, "detection step: gpuprefetch", sizes.REFERENCE]
+    sizes.main([*words, "--columns", *columns])
+    results = [{**r, "file": "a.json"} for r in document(tmp_path / "a.json")["results"]]
+    assert [r["column"] for r in results] == columns and QuickStep.checked == 3
+    rates = [r["images_per_second"]["median"] for r in results]
+    rows = table.sizes_table(results)
+    of_ceiling = f"{rates[1] / rates[0]:.2f} (n = 1, no spread) of {columns[0]}"
+    assert f"| {of_ceiling}, {rates[1] / rates[2]:.2f} (n = 1, no spread) of {columns[2]} |" in rows
+    assert f"| {columns[1]}, `fasterrcnn_resnet50_fpn`: `RandomShortestSize([68, ..., 114]" in rows
+
+
+def test_resident_batches_come_again(settings, monkeypatch):
+    monkeypatch.setattr("detector.RESIDENT", 2)
+    batches = iter(detector.resident(settings, [32], 64))
+    first, second, again = (next(batches)[0] for _ in range(3))
+    assert again is first and second is not first
+
+
+def test_numbers_of_sizes_are_quoted():
+    def result(column, rate, number, **more):
+        speed = {"median": rate, "values": [rate]}
+        row = {"column": column, "round": number, "batch_size": 4, "images_per_second": speed}
+        return {**row, "cpu_seconds_per_1000_images": 0.5, "pixels": 9, **more}
+
+    steps = [result("detection step: ours", 40.0, 0, model="retinanet")]
+    alone = [result("list", 90.0, 0), result("list", 96.0, 1)]
+    alone += [result("one size", 100.0, 0), result("one size", 100.0, 1)]
+    documents = [machine("sizes-a.json", [*alone, *steps], "sizes")]
+    text = """0.90 to 0.96<!-- = sizes-* | none | list / one size | times --> times as fast,
+    93<!-- = sizes-a | none | list | images/s --> images/s,
+    40<!-- = sizes-a | retinanet | detection step: ours | images/s --> images/s, and
+    0.5<!-- = sizes-a | none | list | CPU seconds --> s"""
+    assert quotes.problems(text, documents) == []
+    for right, wrong in (("0.90", "0.91"), ("93<", "94<"), ("retina", "patina"), ("CPU", "GPU")):
+        assert len(quotes.problems(text.replace(right, wrong), documents)) == 1
 
 
 def test_a_row_of_a_file_is_quoted_by_what_it_has():
@@ -431,6 +626,17 @@ def test_a_whole_training_is_timed_with_each_loader(recipe, tmp_path):
     assert first["seconds"] > 0 and first["epochs"] == 1
     found = table.recipe_table([first, second])
     assert f"1 epochs: **gpuprefetch** | {second['seconds']:,.0f} (n = 1, no spread) |" in found
+
+
+def test_whole_trainings_stop_in_time_and_go_on(recipe, tmp_path, monkeypatch):
+    output = tmp_path / "recipe.json"
+    seconds = itertools.count(step=30)
+    monkeypatch.setattr("harness.time.monotonic", lambda: next(seconds))
+    words = ["--tiny", "--output", str(output)]
+    recipe.main([*words, "--stop-after", "100"])
+    assert [r["column"] for r in document(output)["results"]] == ["torchvision"]
+    recipe.main(words)
+    assert [r["column"] for r in document(output)["results"]] == list(recipe.LOADERS)
 
 
 def test_a_whole_training_that_fails_says_why(recipe):

@@ -128,9 +128,7 @@ def test_accuracy_of_several_policies_stops_in_time_and_goes_on(trainings, tmp_p
     words = ["--tiny", "--policies", "none", "ta", "--output", str(output)]
     # A seed of a policy is two trainings, 20 s: after three of them a fourth would end too late.
     stopped = accuracy.main([*words, "--stop-after", "79"])
-    assert stopped == (
-        "not finished: accuracy (none), accuracy (ta): the same command goes on with --output"
-    )
+    assert stopped.startswith("not finished: accuracy (none), accuracy (ta); ")
     rows = json.loads(output.read_text())["results"]
     assert [(row["policy"], row["seeds"], row["ok"]) for row in rows] == [
         ("none", 2, False),

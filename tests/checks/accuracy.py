@@ -347,17 +347,16 @@ def run(cases: list[Case], document: harness.Document, args: argparse.Namespace)
     for case in cases:
         facts = case.facts().items()
         rows += [next((row for row in known if facts <= row.items()), None) or begun(case)]
-    start = time.monotonic()
-    longest = 0.0
+    limit = harness.TimeLimit(args.stop_after)
     for seed in range(args.seeds):
         for case, row in zip(cases, rows, strict=True):
             if seed < seeds_of(row):
                 continue
-            begin = time.monotonic()
-            if args.stop_after and begin - start + longest > args.stop_after:
+            if limit.is_over():
                 return rows
+            begin = time.monotonic()
             compare(case, row)
-            longest = max(longest, time.monotonic() - begin)
+            limit.note(time.monotonic() - begin)
             summarize(row, args)
             document.keep(row)
     return rows
@@ -397,7 +396,7 @@ def main(words: list[str] | None = None) -> str | int:
     for row in rows:
         print({key: row.get(key) for key in ("check", "ok", "difference", "interval", "mistakes")})
     if left := [row["check"] for row in rows if seeds_of(row) < args.seeds]:
-        return f"not finished: {', '.join(left)}: the same command goes on with --output"
+        return f"not finished: {', '.join(left)}; only a file that --output names is gone on with"
     return bench.verdict(rows)
 
 
