@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import huge_pages
 import pytest
 from interpreter import look_once_a_launch
 
@@ -24,6 +25,7 @@ def pytest_configure(config):
     if os.environ.get("GPUPREFETCH_REQUIRE_CUDA") and not has_cuda():
         raise pytest.UsageError("GPUPREFETCH_REQUIRE_CUDA is set but no CUDA device is visible")
     if getattr(config.option, "dist", "no") != "no":
+        os.environ.setdefault("GLIBC_TUNABLES", huge_pages.GLIBC_TUNABLES)
         return  # those processes run the tests: this one need not import torch
     if method := os.environ.get("GPUPREFETCH_START_METHOD"):  # of workers: see CONTRIBUTING.md
         multiprocessing.set_start_method(method, force=True)
@@ -68,6 +70,7 @@ def pytest_collection_finish(session):
     gc.freeze()
     gc.enable()
     session.config.stash[FROZEN] = len(sys.modules)
+    huge_pages.collapse()
     # Python goes by what is not frozen: it would look through all of that more often than before,
     # and in whatever thread.
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
