@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import huge_pages
+import interpreter
 import pytest
-from interpreter import look_once_a_launch
 
 FROZEN = pytest.StashKey[int]()  # how many modules the garbage collector need not look through
 MANY_MODULES = 50
@@ -40,7 +40,8 @@ def pytest_configure(config):
         # Read by @triton.jit when a kernel module is imported, so it is set before gpuprefetch is.
         os.environ["TRITON_INTERPRET"] = "1"
         with contextlib.suppress(ImportError):  # CPU builds of torch come without Triton
-            look_once_a_launch()
+            interpreter.look_once_a_launch()
+            interpreter.remember_types()
         # Of the tests' small pictures more threads would share little and wait for each other.
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
