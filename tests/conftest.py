@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import types
 from pathlib import Path
 
 import huge_pages
@@ -42,9 +43,23 @@ def pytest_configure(config):
         with contextlib.suppress(ImportError):  # CPU builds of torch come without Triton
             interpreter.look_once_a_launch()
             interpreter.remember_types()
+        forget_who_seeds()
         # Of the tests' small pictures more threads would share little and wait for each other.
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def forget_who_seeds():
+    """Have ``torch.manual_seed()``, which each worker calls, format no stacks.
+
+    torch keeps three for errors of devices that it starts later. Pytest's stacks are deep, and a
+    worker reads all their files for the first one: 2 to 5 ms.
+    """
+    import torch
+
+    no_stacks = types.SimpleNamespace(format_stack=list)
+    for device in (torch.cuda, torch.mtia, torch.xpu):
+        device.traceback = no_stacks
 
 
 def has_cuda():
