@@ -1,4 +1,4 @@
-"""Memory in pages of 2 MiB, so that forks and page faults cost half as much.
+"""Memory in pages of 2 MiB, so that starting and ending a worker costs a third less.
 
 The tests fork over a thousand workers from processes of a gigabyte. A fork copies the table of all
 pages, and a write to a page of 4 KiB after it is a page fault.
