@@ -6,10 +6,12 @@ import gc
 import multiprocessing
 import os
 import sys
+import types
 from pathlib import Path
 
+import huge_pages
+import interpreter
 import pytest
-from interpreter import look_once_a_launch
 
 FROZEN = pytest.StashKey[int]()  # how many modules the garbage collector need not look through
 MANY_MODULES = 50
@@ -24,6 +26,7 @@ def pytest_configure(config):
     if os.environ.get("GPUPREFETCH_REQUIRE_CUDA") and not has_cuda():
         raise pytest.UsageError("GPUPREFETCH_REQUIRE_CUDA is set but no CUDA device is visible")
     if getattr(config.option, "dist", "no") != "no":
+        os.environ.setdefault("GLIBC_TUNABLES", huge_pages.GLIBC_TUNABLES)
         return  # those processes run the tests: this one need not import torch
     if method := os.environ.get("GPUPREFETCH_START_METHOD"):  # of workers: see CONTRIBUTING.md
         multiprocessing.set_start_method(method, force=True)
@@ -38,10 +41,25 @@ def pytest_configure(config):
         # Read by @triton.jit when a kernel module is imported, so it is set before gpuprefetch is.
         os.environ["TRITON_INTERPRET"] = "1"
         with contextlib.suppress(ImportError):  # CPU builds of torch come without Triton
-            look_once_a_launch()
+            interpreter.look_once_a_launch()
+            interpreter.remember_types()
+        forget_who_seeds()
         # Of the tests' small pictures more threads would share little and wait for each other.
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def forget_who_seeds():
+    """Have ``torch.manual_seed()``, which each worker calls, format no stacks.
+
+    torch keeps three for errors of devices that it starts later. Pytest's stacks are deep, and a
+    worker reads all their files for the first one: 2 to 5 ms.
+    """
+    import torch
+
+    no_stacks = types.SimpleNamespace(format_stack=list)
+    for device in (torch.cuda, torch.mtia, torch.xpu):
+        device.traceback = no_stacks
 
 
 def has_cuda():
@@ -68,6 +86,7 @@ def pytest_collection_finish(session):
     gc.freeze()
     gc.enable()
     session.config.stash[FROZEN] = len(sys.modules)
+    huge_pages.collapse()
     # Python goes by what is not frozen: it would look through all of that more often than before,
     # and in whatever thread.
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
