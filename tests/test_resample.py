@@ -17,8 +17,8 @@ from gpuprefetch.transforms import kernel as kernels
 from gpuprefetch.transforms import launch as _resample
 from gpuprefetch.transforms import launch_table
 from gpuprefetch.transforms.launch import resample
+from gpuprefetch.transforms.pieces import Places
 from gpuprefetch.transforms.reference import check_each, resample_reference, resample_uint8
-from gpuprefetch.transforms.results import Places
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZES = [(4, 16), (5, 19)]  # the second divides nothing

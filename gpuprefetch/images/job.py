@@ -21,6 +21,7 @@ from gpuprefetch.images.rows import PendingImages
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.kernel import HAS_TRITON, INTERPRETED
 from gpuprefetch.transforms.launch import CANARY, Launches
+from gpuprefetch.transforms.pieces import Pieces
 from gpuprefetch.transforms.reference import Doubles, Ints
 from gpuprefetch.transforms.sampling import Sizes
 
@@ -40,15 +41,20 @@ class Output:
 
     head: Head
     rows: Doubles | None  # (N, 2, 6), the sampling; None without a fixed size
-    # (N, 3, H, W), or what the transforms after the fused ones made of it. A list of N images
-    # (3, H_i, W_i) where each has its own size.
+    # (N, 3, H, W), or what the transforms after the fused ones made of it. N images (3, H_i, W_i)
+    # where each has its own size: in one buffer, or a list.
     out: object
+
+    @property
+    def images(self) -> object:
+        """The same, with a list for images of their own sizes."""
+        return list(self.out) if isinstance(self.out, Pieces) else self.out
 
     @property
     def finished(self) -> object:
         """What the loop gets."""
         form = self.head.form
-        if form is None or not form.has_own_sizes or not isinstance(self.out, list):
+        if form is None or not form.has_own_sizes or not isinstance(self.out, Pieces | list):
             return self.out
         return form.joined(self.out)
 
@@ -163,7 +169,7 @@ class ImageJob(PendingImages):
     @property
     def results(self) -> list[object]:
         """What the views make of the batch, as far as they have come."""
-        return [output.out for output in self.outputs]
+        return [output.images for output in self.outputs]
 
     def replace_result(self, view: int, result: object) -> None:
         """Put in place of a view's result what was made of it."""
@@ -218,7 +224,7 @@ class ImageJob(PendingImages):
             starts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
         views = []
         for output, table, start in zip(self.outputs, plan.tables, starts, strict=False):
-            assert isinstance(output.out, torch.Tensor | list)
+            assert isinstance(output.out, torch.Tensor | Pieces)
             head = output.head
             launches = Launches(table, output.out, torch.uint8, head.interpolation, head.fill)
             views.append((launches, start - starts[0]))
@@ -495,7 +501,7 @@ def _resample(
 ) -> None:
     """Carry out the fused transforms of one view on pictures as they are stored."""
     assert output.rows is not None
-    assert isinstance(output.out, torch.Tensor | list)
+    assert isinstance(output.out, torch.Tensor | Pieces)
     turned = images.stored.transposed[positions].tolist()
     upright = [
         picture.mT if turn else picture for picture, turn in zip(pictures, turned, strict=True)

@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch.transforms.launch import coloring, resample, resample_each
+from gpuprefetch.transforms.pieces import Pieces, Places
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.reference import Ints
-from gpuprefetch.transforms.results import Pieces, Places, ResultForm, form_of
+from gpuprefetch.transforms.results import ResultForm, form_of
 from gpuprefetch.transforms.sampling import (
     AmongBoxesOp,
     BoxesOf,
@@ -194,7 +195,7 @@ class Head:
         return memory.nbytes + added * memory.element_size()
 
     def results(self, memory: torch.Tensor) -> torch.Tensor | Pieces:
-        """The results of a batch in such memory: itself, or N views ``(3, H_i, W_i)``."""
+        """The results of a batch in such memory: itself, or N images ``(3, H_i, W_i)`` in it."""
         places = self.places
         return memory if places is None else places.pieces(memory)
 

@@ -17,6 +17,7 @@ from gpuprefetch.transforms.launch_table import (
     Words,
     table_words,
 )
+from gpuprefetch.transforms.pieces import Places, locate
 from gpuprefetch.transforms.reference import (
     SUPPORT,
     TIE,
@@ -32,7 +33,6 @@ from gpuprefetch.transforms.reference import (
     check_rows,
     resample_reference,
 )
-from gpuprefetch.transforms.results import Places
 from gpuprefetch.transforms.sampling import Sizes
 
 # A program makes STRIPS strips of ROWS x COLS output pixels. A strip sums its source rows, filtered
@@ -149,13 +149,9 @@ def launch_apart(images: Sequence[torch.Tensor], request: Request) -> None:
 
 def _places_of(results: Sequence[torch.Tensor]) -> Places:
     """Where results lie, from the first one on."""
-    addresses = np.array([result.data_ptr() for result in results], np.int64)
-    return Places(
-        sizes=np.array([result.shape[1:] for result in results], np.int64),
-        offsets=(addresses - addresses[0]) // results[0].itemsize,
-        strides=np.array([result.stride() for result in results], np.int64),
-        shape=(),
-    )
+    addresses, sizes, strides = locate(results)
+    offsets = (addresses - addresses[0]) // results[0].itemsize
+    return Places(sizes, offsets, strides, shape=())
 
 
 def with_places(words: Words, places: Places) -> Words:
@@ -307,8 +303,9 @@ class Launches:
         self._steps = table.steps
         self._tiles = table.tiles
         # Results of their own sizes lie where the table says, from the first one on.
-        self._out = out if isinstance(out, torch.Tensor) else out[:1]
-        channels = out.size(1) if isinstance(out, torch.Tensor) else len(out[0])
+        first = out if isinstance(out, torch.Tensor) else out[0]
+        self._out = first if isinstance(out, torch.Tensor) else [first]
+        channels = first.size(-3)
         self._groups = -(-channels // 3)
         bicubic = interpolation == "bicubic"
         self._constants = {
@@ -319,7 +316,7 @@ class Launches:
             "TIE": 0.5 + TIE if interpolation == "nearest" else 0.0,
             "CLAMP": bicubic and source == torch.uint8,
             "PADDED": table.padded,
-            "ROUND": (out if isinstance(out, torch.Tensor) else out[0]).dtype == torch.uint8,
+            "ROUND": first.dtype == torch.uint8,
             "FILL": (0.0, 0.0, 0.0) if fill is None else tuple(map(float, fill)),
             "ROWS": ROWS,
             "COLS": COLS,

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from gpuprefetch.transforms.kernel import HAS_TRITON, image_of, tl, triton
+from gpuprefetch.transforms.pieces import locate
 from gpuprefetch.transforms.reference import Ints
 
 # The words of an image in the table: where its first value is, its strides between channels, rows
@@ -113,11 +114,12 @@ def pack_triton(
     """Run the kernel, on CUDA tensors or, in Triton's interpreter, on CPU tensors."""
     if not len(images):
         return
-    grids = np.array([image.shape[1:] for image in images], np.int64) // layout.patch_size
+    located = locate(images)
+    grids = located.sizes // layout.patch_size
     counts = grids.prod(axis=1)
     table = np.empty((len(images), WORDS), np.int64)
-    table[:, 0] = [image.data_ptr() for image in images]
-    table[:, 1:4] = [image.stride() for image in images]
+    table[:, 0] = located.addresses
+    table[:, 1:4] = located.strides
     table[:, 4] = grids[:, 1]
     table[:, 5] = np.cumsum(counts) - counts
     table[:, 6] = starts

@@ -1,91 +1,22 @@
 """Forms of a result: a tensor of images of one size, or images of their own sizes.
 
 Nothing else knows how the images of a form lie in memory. A launch is told where each one lies, and
-what comes after it gets the images of :class:`Pieces`.
+what comes after it gets the images of :class:`.pieces.Pieces`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
 from gpuprefetch.transforms.patches import PatchLayout, pack
+from gpuprefetch.transforms.pieces import Pieces, Places, sizes_of
 from gpuprefetch.transforms.reference import Ints
 from gpuprefetch.transforms.sampling import areas
-
-# Images of a buffer begin at multiples of so many values: 64 bytes or more.
-ALIGNED_VALUES = 64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Places:
-    """Where N images of their own sizes lie in one buffer; all in values.
-
-    A picture of 10 x 8 pixels and one of 5 x 4, in planes one after the other::
-
-        sizes    [[10, 8], [5, 4]]
-        offsets  [0, 256]     240 values, and 16 unused ones
-        strides  [[80, 8, 1], [20, 4, 1]]
-        shape    (316,)
-    """
-
-    sizes: Ints  # (N, 2)
-    offsets: Ints  # (N,), of the first value of each
-    strides: Ints  # (N, 3), between channels, rows and pixels
-    shape: tuple[int, ...]  # of the buffer
-    memory_format: torch.memory_format = torch.contiguous_format  # of a buffer (N, 3, H, W)
-    fill: float | None = None  # what is beside the images, if that matters
-
-    @classmethod
-    def in_turn(cls, sizes: Ints, memory_format: torch.memory_format | None) -> Self:
-        """Images one after the other, each in this memory format: planes by default."""
-        height, width = sizes.T
-        area = height * width
-        room = -(-3 * area // ALIGNED_VALUES) * ALIGNED_VALUES
-        offsets = np.cumsum(room) - room
-        total = int(offsets[-1] + 3 * area[-1]) if len(sizes) else 0
-        strides = np.ones((len(sizes), 3), np.int64)
-        if memory_format is torch.channels_last:
-            strides[:, 1] = 3 * width
-            strides[:, 2] = 3
-        else:
-            strides[:, 0] = area
-            strides[:, 1] = width
-        return cls(sizes, offsets, strides, (total,))
-
-    def empty(self, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-        """The buffer; not initialized where nothing is beside the images."""
-        buffer = torch.empty(
-            self.shape, dtype=dtype, device=device, memory_format=self.memory_format
-        )
-        return buffer if self.fill is None else buffer.fill_(self.fill)
-
-    def pieces(self, buffer: torch.Tensor) -> Pieces:
-        """N views ``(3, H_i, W_i)`` of a buffer."""
-        shapes = np.full((len(self.sizes), 3), 3)
-        shapes[:, 1:] = self.sizes
-        starts = self.offsets + int(buffer.storage_offset())
-        # A microsecond each. A slice and its view() and permute() need three.
-        views = map(buffer.as_strided, shapes.tolist(), self.strides.tolist(), starts.tolist())
-        return Pieces(views, buffer, self.sizes)
-
-
-class Pieces(list[torch.Tensor]):
-    """Images of their own sizes, and the buffer that holds them, and nothing else but a fill."""
-
-    def __init__(
-        self,
-        images: Iterable[torch.Tensor] = (),
-        buffer: torch.Tensor | None = None,
-        sizes: Ints | None = None,
-    ) -> None:
-        super().__init__(images)
-        self.buffer = buffer  # None once some were taken out
-        self.sizes = sizes  # (N, 2), likewise
 
 
 class PaddedImages(NamedTuple):
@@ -201,20 +132,24 @@ class Padding(ResultForm):
         )
 
     def joined(self, images: Sequence[torch.Tensor]) -> PaddedImages:
-        sizes = _sizes_of(images)
-        buffer = images.buffer if isinstance(images, Pieces) else None
-        if buffer is None:  # a transform has made others of them
-            shape = (len(images), len(images[0]), *self._size(sizes))
-            largest = max(images, key=torch.Tensor.numel)[None]
-            last = largest.is_contiguous(memory_format=torch.channels_last)
-            both = last and largest.is_contiguous()  # as a picture of one pixel
-            layout = torch.channels_last if last and not both else torch.contiguous_format
-            buffer = torch.empty(
-                shape, dtype=largest.dtype, device=largest.device, memory_format=layout
-            ).fill_(self.fill)
-            for place, image in zip(buffer, images, strict=True):
-                place[:, : image.shape[1], : image.shape[2]] = image
+        sizes = sizes_of(images)
+        # A transform may have made others of them.
+        buffer = images.buffer if isinstance(images, Pieces) else self._padded(images, sizes)
         return PaddedImages(buffer, torch.from_numpy(sizes))
+
+    def _padded(self, images: Sequence[torch.Tensor], sizes: Ints) -> torch.Tensor:
+        """Copies of images of these sizes in one tensor."""
+        shape = (len(images), len(images[0]), *self._size(sizes))
+        largest = max(images, key=torch.Tensor.numel)[None]
+        last = largest.is_contiguous(memory_format=torch.channels_last)
+        both = last and largest.is_contiguous()  # as a picture of one pixel
+        layout = torch.channels_last if last and not both else torch.contiguous_format
+        buffer = torch.empty(
+            shape, dtype=largest.dtype, device=largest.device, memory_format=layout
+        ).fill_(self.fill)
+        for place, image in zip(buffer, images, strict=True):
+            place[:, : image.shape[1], : image.shape[2]] = image
+        return buffer
 
     def _size(self, sizes: Ints) -> tuple[int, int]:
         """The size of the tensor for images of these sizes."""
@@ -256,10 +191,11 @@ class Patches(PatchForm):
     temporal_patch_size: int = 2
 
     def joined(self, images: Sequence[torch.Tensor]) -> PackedPatches:
-        grids = self._layout.grids(_sizes_of(images), f"SmartResize({self._layout.factor})")
+        grids = self._layout.grids(sizes_of(images), f"SmartResize({self._layout.factor})")
         counts = grids.prod(axis=1)
-        shape = (int(counts.sum()), self._layout.row_length(len(images[0])))
-        patches = images[0].new_empty(shape)
+        first = images[0]
+        shape = (int(counts.sum()), self._layout.row_length(len(first)))
+        patches = first.new_empty(shape)
         pack(images, patches, np.cumsum(counts) - counts, self._layout)
         frames = np.ones((len(images), 1), np.int64)
         grid = _on_device(np.concatenate([frames, grids], axis=1), patches)
@@ -295,7 +231,7 @@ class PatchPadding(PatchForm):
 
     def joined(self, images: Sequence[torch.Tensor]) -> PaddedPatches:
         resize = f"ResizeToSequence({self.patch_size}, {self.max_num_patches})"
-        grids = self._layout.grids(_sizes_of(images), resize)
+        grids = self._layout.grids(sizes_of(images), resize)
         counts = grids.prod(axis=1)
         if (most := int(counts.max())) > self.max_num_patches:
             raise ValueError(
@@ -303,8 +239,9 @@ class PatchPadding(PatchForm):
                 f"batch. Resize to fewer in the transforms: transforms=[gpuprefetch.{resize}, ...]."
             )
         rows = self.max_num_patches
-        length = self._layout.row_length(len(images[0]))
-        patches = images[0].new_zeros((len(images), rows, length))
+        first = images[0]
+        length = self._layout.row_length(len(first))
+        patches = first.new_zeros((len(images), rows, length))
         starts = rows * np.arange(len(images))
         pack(images, patches.view(-1, length), starts, self._layout)
         shapes = _on_device(grids, patches)
@@ -318,13 +255,6 @@ class PatchPadding(PatchForm):
     @property
     def _layout(self) -> PatchLayout:
         return PatchLayout(self.patch_size, channels_last=True)
-
-
-def _sizes_of(images: Sequence[torch.Tensor]) -> Ints:
-    """``(N, 2)``, height and width of each image."""
-    if isinstance(images, Pieces) and images.sizes is not None:
-        return images.sizes
-    return np.array([image.shape[-2:] for image in images], np.int64)
 
 
 def _on_device(numbers: Ints, like: torch.Tensor) -> torch.Tensor:
