@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from gpuprefetch import DataPrefetcher
-from gpuprefetch.core.nested import map_leaves, objects, tensors, to_device
+from gpuprefetch.core.nested import map_leaves, objects, one_a_storage, tensors, to_device
 from gpuprefetch.images import slab as _slab
 
 Point = namedtuple("Point", "x y")
@@ -250,6 +250,61 @@ def test_tensors_reaches_what_a_transform_put_into_an_object():
     slotted.tensor = two
     found = list(tensors({"views": views, "kind": SimpleNamespace, "slotted": slotted}))
     assert [id(tensor) for tensor in found] == [*map(id, (one, two, one, two))]
+
+
+class Subclass(torch.Tensor):
+    """Its memory may be elsewhere."""
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_memory_is_marked_once_a_storage():
+    # What a hand-over overlooks is given to the next batch while the step still reads it.
+    buffer, other, held = torch.zeros(12), torch.zeros(2), torch.zeros(3)
+    views = [*buffer[2:].split([4, 3, 3])]
+    wrapped = [view.as_subclass(Subclass) for view in views]
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    batch = {
+        "views": views,
+        "beside": (other, "a", views[:1], buffer),
+        "wrapped": wrapped,
+        "within an object": Movable([held, held[1:], wrapped[0]]),
+        "nested": nested,
+        "nothing": [],
+    }
+    found = one_a_storage(batch)
+    assert all(part.layout is torch.strided and not part.is_nested for part in found)
+    wanted = {part.untyped_storage().data_ptr() for part in (buffer, other, held, nested.values())}
+    plain = [part for part in found if type(part) is torch.Tensor]
+    assert len(plain) == len(wanted)
+    assert {part.untyped_storage().data_ptr() for part in plain} == wanted
+    assert [part for part in found if any(part is one for one in wrapped)] == [
+        *wrapped,
+        wrapped[0],
+    ]
+    sparse = torch.eye(3).to_sparse()
+    more = one_a_storage([batch, sparse])  # a sparse tensor has no storage, and its parts have
+    addresses = {part.untyped_storage().data_ptr() for part in more}
+    assert addresses >= wanted
+    assert {part.data_ptr() for part in tensors(sparse)} <= addresses
+
+
+def test_a_list_of_views_is_looked_through_at_one_go():
+    def calls_for(count):
+        batch = [list(torch.zeros(count, 3).unbind()), torch.zeros(count)]
+        calls = 0
+
+        def note(frame, event, arg):
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        try:
+            assert len(one_a_storage(batch)) == 2
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    assert calls_for(8) == calls_for(256)
 
 
 class Slotted(Movable):

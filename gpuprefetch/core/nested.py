@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -163,6 +164,42 @@ def tensors(batch: Batch) -> Iterator[torch.Tensor]:
             for held in (value, *_parts(value)):
                 if isinstance(held, torch.Tensor) and held.device.type != "cpu":
                     yield from _strided(held)
+
+
+def one_a_storage(batch: Batch) -> list[torch.Tensor]:
+    """Tensors whose memory is that of all :func:`tensors` of a batch.
+
+    A list of images is hundreds of views of one buffer, which gives one tensor here. All tensors of
+    a subclass are among them, since a subclass may have memory elsewhere. Beside a plain tensor
+    without a storage, as a sparse one, all others are among them, too.
+    """
+    plain: list[torch.Tensor] = []
+    others: list[Leaf] = []
+    _gather(batch, plain, others)
+    held = [*tensors(others)]
+    plain += [part for part in held if type(part) is torch.Tensor]
+    with contextlib.suppress(RuntimeError):
+        plain = _by_storage(plain)
+    return [*tensors(plain), *(part for part in held if type(part) is not torch.Tensor)]
+
+
+def _gather(batch: Batch, plain: list[torch.Tensor], others: list[Leaf]) -> None:
+    """Sort the leaves of a batch by whether they are plain tensors, a list of these at one go."""
+    children = children_of(batch, None)
+    if children is None:
+        if type(batch) not in _VALUES:
+            (plain if type(batch) is torch.Tensor else others).append(batch)
+    elif {torch.Tensor}.issuperset(map(type, children)):
+        plain += children
+    elif not _VALUES.issuperset(map(type, children)):
+        for child in children:
+            _gather(child, plain, others)
+
+
+def _by_storage(plain: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor of each storage. No Python runs between two tensors, which are many."""
+    storages = map(torch.Tensor.untyped_storage, plain)
+    return [*dict(zip(storages, plain, strict=True)).values()]
 
 
 def _parts(value: object) -> list[object]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from gpuprefetch.core.errors import scope
-from gpuprefetch.core.nested import Batch, tensors
+from gpuprefetch.core.nested import Batch, one_a_storage, tensors
 
 # Steps that the loop may be ahead of the GPU. Each keeps its batch in memory, and one is enough to
 # keep the GPU busy.
@@ -33,24 +33,9 @@ def handoff(batch: Batch, ready: torch.cuda.Event, device: torch.device) -> None
     """Make ``batch`` safe to use on the current stream of ``device``. See Note [Stream handoff]."""
     stream = torch.cuda.current_stream(device)
     stream.wait_event(ready)
-    marked = set[int]()
-    for part in tensors(batch):
-        if not part.is_cuda:
-            continue
-        block = _block(part)
-        if block is None or block not in marked:
+    for part in one_a_storage(batch):
+        if part.is_cuda:
             part.record_stream(stream)
-        if block is not None:
-            marked.add(block)
-
-
-def _block(tensor: torch.Tensor) -> int | None:
-    """The memory of a tensor, so that views of it are marked once; None where that is not known.
-
-    A list of images is hundreds of views of one buffer, and a mark needs microseconds. A subclass
-    may have memory elsewhere.
-    """
-    return tensor.untyped_storage().data_ptr() or None if type(tensor) is torch.Tensor else None
 
 
 def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
