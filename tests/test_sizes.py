@@ -529,6 +529,31 @@ def test_torchs_collate_function_stacks(folder):
     assert padded.sizes.tolist() == [[*image.shape[1:]] for image in images]
 
 
+class Near:
+    """A class that gives two pictures of one, each in a place of its own."""
+
+    def __init__(self):
+        self.small = v2.Compose([v2.Resize(20), *TO_FLOAT])
+        self.large = v2.Compose([v2.Resize(30), *TO_FLOAT])
+
+    def __call__(self, picture):
+        return {"small": self.small(picture), "large": self.large(picture)}
+
+
+def test_each_view_in_its_place_has_the_form(folder):
+    loader = DataLoader(ImageFolder(str(folder), Near()), 3)
+    options = {"device": "cpu", "print_plan": False}
+    (lists, _), *_ = gpuprefetch.accelerate(loader, results="list", **options)
+    (padded, _), *_ = gpuprefetch.accelerate(loader, results="padded", **options)
+    for name, side in (("small", 20), ("large", 30)):
+        images = lists[name]
+        assert type(images) is list and isinstance(padded[name], PaddedImages)
+        assert padded[name].sizes.tolist() == [[*image.shape[1:]] for image in images]
+        assert {min(image.shape[1:]) for image in images} == {side}
+        for place, image in zip(padded[name].images, images, strict=True):
+            assert torch.equal(place[:, : image.shape[1], : image.shape[2]], image)
+
+
 def test_parity_follows_what_was_sampled(folder):
     fill = {Image.Image: 9, tv_tensors.Image: 9, "others": 9}
     pipelines = [

@@ -63,7 +63,7 @@ def finish(
         kept = row
     if select(batch, is_place):
         (job,) = jobs  # a sample with places has one image
-        batch = place_views(batch, job, job.results)
+        batch = place_views(batch, job, job.finished)
     return map_leaves(_result, batch, partial(is_column, count=len(kept)))
 
 
