@@ -349,7 +349,8 @@ class LivingWorkers:
             if not expected and not (serves and begun.kept):
                 return None
             self._waiting = None
-            self._latest = begun  # whose workers an earlier epoch, which is closed now, leaves alone
+            # An earlier epoch that is closed meanwhile asks live_on(), and leaves them alone.
+            self._latest = begun
         if expected:
             return replace(begun, ahead=waiting.ahead)
         forecast = Forecast.of(loader, draws=0, advances=False, starts_workers=True)
