@@ -120,6 +120,12 @@ class Machine:
         flags = [r["settled"] for _, r in self.each() if "settled" in r]
         return flags.count(False), len(flags)
 
+    def paired(self, column: str, other: str) -> list[float]:
+        """The column's rates in the rounds that the other one has as well; in all without any."""
+        rounds = self.rates.get(column, {})
+        shared = rounds.keys() & self.rates.get(other, {}).keys()
+        return [rate for number, rate in rounds.items() if number in shared or not shared]
+
     def each(self) -> list[tuple[str, Result]]:
         return [(c, r) for c, rounds in self.results.items() for r in rounds.values()]
 

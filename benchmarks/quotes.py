@@ -152,6 +152,8 @@ def _of_train(quote: Quote, documents: list[Document]) -> Values:
     if quote.quantity == "images/s":
         return cell.rates(column), False
     results = [r for m in cell.with_columns(column) for r in m.results[column].values()]
+    if quote.quantity == "% noise":
+        return [100 * cell.noise] if cell.noise is not None else [], False
     if key := costs.get(quote.quantity):
         return [r[key] for r in results], False
     if of_epoch := of_epochs.get(quote.quantity):
@@ -170,7 +172,8 @@ def _of_train(quote: Quote, documents: list[Document]) -> Values:
         "% slower": lambda ratio: 100 * (1 - ratio),
     }
     if quote.quantity not in forms:
-        raise LookupError(f"no such quantity; {[*forms, 'images/s', *costs, *of_epochs]} are")
+        known = [*forms, "images/s", "% noise", *costs, *of_epochs]
+        raise LookupError(f"no such quantity; {known} are")
     if not cell.is_comparable:
         raise LookupError("its noise was not measured: the cell was cut short in its first round")
     return [forms[quote.quantity](ratio) for ratio in compared.values], compared.equal

@@ -499,10 +499,6 @@ def refresh(blocks: dict[Path, str], *, check: bool) -> None:
 LABELS = {PLAIN: "DataLoader, torchvision", DALI: "DALI", OURS: "gpuprefetch"}
 
 
-def _rate(machine: Machine, column: str) -> float:
-    return statistics.median(machine.rates[column].values())
-
-
 def draw(found: list[Cell], path: Path) -> None:
     """Bars of each cell with DALI and this library, of the machine that is the worst against it.
 
@@ -531,8 +527,9 @@ def draw(found: list[Cell], path: Path) -> None:
             label = "" if loader in labeled else LABELS[loader]
             labeled.add(loader)
             cost = machine.median(column, "cpu_seconds_per_1000_images")
+            rate = statistics.median(machine.paired(column, OURS))
             for axis, value, text in (
-                (rates, _rate(machine, column), f"{_rate(machine, column):,.0f}"),
+                (rates, rate, f"{rate:,.0f}"),
                 (costs, cost, f"{cost:.2f}"),
             ):
                 axis.barh(at, value, 0.26, color=color, label=label if axis is rates else "")
@@ -542,27 +539,32 @@ def draw(found: list[Cell], path: Path) -> None:
         if CEILING in machine.results:
             ends = place - 0.16, place + 0.7
             label = "" if any(CEILING in m.results for _, m in shown[:place]) else "no loading"
-            at = [_rate(machine, CEILING)] * 2
+            at = [statistics.median(machine.paired(CEILING, OURS))] * 2
             rates.plot(at, ends, "--", color="black", linewidth=1, label=label)
     titles = [textwrap.fill(cell.title, 32) for cell, _ in shown]
-    names = [f"{name}\n{where(m)}" for name, (_, m) in zip(titles, shown, strict=True)]
+    names = [f"{name}\n{where(*each)}" for name, each in zip(titles, shown, strict=True)]
     rates.set_yticks([place + 0.27 for place in range(len(shown))], names)
     rates.set(xlabel="images/s")
     rates.xaxis.set_major_formatter("{x:,.0f}")
     rates.locator_params(axis="x", nbins=5)
+    rates.margins(y=0.02)
     rates.invert_yaxis()
     costs.set(xlabel="CPU s per 1,000 images")
     costs.margins(x=0.15)
-    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    handles = dict(zip(*reversed(rates.get_legend_handles_labels()), strict=True))
+    order = [label for label in [*LABELS.values(), "no loading"] if label in handles]
+    known = [handles[label] for label in order]
+    figure.legend(known, order, loc="outside upper center", ncols=4, frameon=False)
     for axis in (rates, costs):
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
 
 
-def where(machine: Machine) -> str:
-    """The card, cores and rounds of a machine, as in ``H100, 16 cores, 2 rounds``."""
-    rounds = len(machine.results[OURS])
-    return f"{machine.card}, {machine.cores} cores, {rounds} round{'s' * (rounds > 1)}"
+def where(cell: Cell, machine: Machine) -> str:
+    """Card, cores, rounds and noise: ``H100, 16 cores, n = 2, noise 1 %``."""
+    words = [machine.card, f"{machine.cores} cores", f"n = {len(machine.results[OURS])}"]
+    words += [f"noise {noise(cell)}"] * (cell.noise is not None)
+    return ", ".join(words)
 
 
 def main(words: list[str] | None = None) -> None:

@@ -4,9 +4,9 @@
     python docs/front.py --check   # fail where it does not follow from the files
 
 A row is a cell that DALI and gpuprefetch have run, and whose noise is known.
-Two rows are of whole epochs, then two without end. Of each two the first is the one that
-DALI wins by most, and the second the next one that every loader has run. Rows of an
-older protocol fill up what the newest lacks.
+Two rows are of whole epochs, then two without end. Of each two the first is the one
+that DALI wins by most, and the second the next one that every loader has run. Rows
+of an older protocol fill up what the newest lacks.
 """
 
 import statistics
@@ -32,19 +32,17 @@ NAMES = {
 HEADER = ["images/s", "DataLoader", "DALI", "gpuprefetch", "no loading"]
 NOTE = (
     "Medians on {cards} by [protocol](docs/measuring.md) {versions}. *No loading*: "
-    "the same step on one batch that stays on the GPU. Photos: how many different ones, "
-    "and their mean size."
+    "the same step on one batch that stays on the GPU. In brackets: how many "
+    "different photos, and their mean size."
 )
 NOT_RUN = " -: not run."
+SPREAD = " Rounds and [noise](docs/measuring.md#the-rules) of the rows: {each}."
 APART = " \\* On another machine than the row's other rates."
 
 
 def of_machines(machines, column):
-    """Return a column's rates in every round on these machines."""
-    found = [
-        machine.rates[column] for machine in machines if column in machine.rates
-    ]
-    return [rate for rounds in found for rate in rounds.values()]
+    """Return a column's rates on these machines, in rounds that gpuprefetch ran."""
+    return [r for m in machines for r in m.paired(column, cells.OURS)]
 
 
 def chosen(documents):
@@ -92,6 +90,8 @@ def block(documents):
     cores = " or ".join(map(str, sorted({m["affinity"] for m in machines})))
     versions = " and ".join(map(str, sorted({cell.version for cell in shown})))
     note = NOTE.format(cards=f"{gpus} with {cores} cores", versions=versions)
+    spreads = [f"{len(c.rates(cells.OURS))}, {table.noise(c)}" for c in shown]
+    note += SPREAD.format(each="; ".join(spreads))
     note += NOT_RUN if any("-" in row for row in rows) else ""
     note += APART if any("*" in row[1] for row in rows) else ""
     return f"{table.markdown(HEADER, rows)}\n\n{note}\n"
