@@ -5,8 +5,8 @@
 
 A row is a cell that DALI and gpuprefetch have run, and whose noise is known.
 Two rows are of whole epochs, then two without end. Of each two the first is the one
-that DALI wins by most, and the second the next one that every loader has run. Rows
-of an older protocol fill up what the newest lacks.
+that DALI wins by most, and the second the next one that fills every column. Rows of
+an older protocol fill up what the newest lacks.
 """
 
 import statistics
@@ -33,7 +33,9 @@ HEADER = ["images/s", "DataLoader", "DALI", "gpuprefetch", "no loading"]
 NOTE = (
     "Medians on {cards} by [protocol](docs/measuring.md) {versions}. *No loading*: "
     "the same step on one batch that stays on the GPU. In brackets: how many "
-    "different photos, and their mean size."
+    "different photos, and their mean size. Rows: of whole epochs, and of epochs "
+    "without end, the cell that DALI wins by most, and the next one that fills all "
+    "columns."
 )
 NOT_RUN = " -: not run."
 SPREAD = " Rounds and [noise](docs/measuring.md#the-rules) of the rows: {each}."
