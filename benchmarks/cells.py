@@ -94,6 +94,7 @@ class Machine:
     gpu: str | None = None  # a hash of its UUID
     card: str = ""
     cores: int = 0
+    photos: str = ""  # how many different ones and their mean size, ``128 of 100 KB``
 
     @property
     def rates(self) -> protocol.Rounds:
@@ -118,6 +119,12 @@ class Machine:
         """Processes whose rate did not stand still before it was measured, and all of them."""
         flags = [r["settled"] for _, r in self.each() if "settled" in r]
         return flags.count(False), len(flags)
+
+    def paired(self, column: str, other: str) -> list[float]:
+        """The column's rates in the rounds that the other one has as well; in all without any."""
+        rounds = self.rates.get(column, {})
+        shared = rounds.keys() & self.rates.get(other, {}).keys()
+        return [rate for number, rate in rounds.items() if number in shared or not shared]
 
     def each(self) -> list[tuple[str, Result]]:
         return [(c, r) for c, rounds in self.results.items() for r in rounds.values()]
@@ -171,10 +178,27 @@ class Cell:
     @property
     def plain(self) -> str:
         """torchvision's DataLoader: in protocol 2 the fastest of those that ran."""
+        return self._fastest(PLAIN)
+
+    @property
+    def dali(self) -> str:
+        """DALI: in protocol 2 the fastest of the settings that ran."""
+        return self._fastest(DALI)
+
+    def _fastest(self, loader: str) -> str:
         if self.version == 1:
-            return PLAIN
-        columns = {c for m in self.machines for c in m.results if c.startswith(PLAIN)}
-        return max(columns, key=lambda c: statistics.median(self.rates(c)), default=PLAIN)
+            return loader
+        columns = {c for m in self.machines for c in m.results if c.partition(":")[0] == loader}
+        return max(columns, key=lambda c: statistics.median(self.rates(c)), default=loader)
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether its columns may be compared: protocol 2 asks for a noise."""
+        return self.version == 1 or self.noise is not None
+
+    @property
+    def photos(self) -> str:
+        return ", ".join(dict.fromkeys(m.photos for m in self.machines))
 
     @property
     def state(self) -> str:
@@ -191,14 +215,17 @@ class Cell:
 
     def order(self) -> tuple[bool, float, str]:
         """Whole epochs first, then the cells that DALI wins."""
-        values = self.compared(OURS, DALI).values
+        values = self.compared(OURS, self.dali).values
         ratio = statistics.median(values) if values else float("inf")
         return "epoch" not in self.title, ratio, self.title
 
 
 def train_cells(documents: list[Document], wanted: int | None = None) -> list[Cell]:
-    """The cells of the documents of train.py, of one version of the protocol or of all."""
-    found: dict[tuple[str, int], dict[str, Machine]] = defaultdict(dict)
+    """The cells of the documents of train.py, of one version of the protocol or of all.
+
+    What was measured on other photos is another cell. Protocol 1 has no hash of its photos.
+    """
+    found: dict[tuple[str, int, str], dict[str, Machine]] = defaultdict(dict)
     for document in documents:
         if document["benchmark"] != "train" or wanted not in (None, version(document)):
             continue
@@ -206,7 +233,9 @@ def train_cells(documents: list[Document], wanted: int | None = None) -> list[Ce
         for r in document["results"]:
             if "images_per_second" not in r or "error" in r or ": " in r["column"]:
                 continue  # it failed, was skipped, or is another version of this library
-            machines = found[title(r, metadata["affinity"]), version(document)]
+            photos = document.get("photos", {}).get(r["photos"], {})
+            key = (title(r, metadata["affinity"]), version(document), photos.get("sha256", ""))
+            machines = found[key]
             empty = Machine(
                 document["file"],
                 metadata["commit"] or "",
@@ -215,6 +244,7 @@ def train_cells(documents: list[Document], wanted: int | None = None) -> list[Ce
                 metadata.get("gpu_uuid_hash"),
                 _short(metadata["gpu"]),
                 r.get("cores", metadata["affinity"]),
+                described(photos),
             )
             machine = machines.setdefault(document["file"], empty)
             rounds = machine.results[split(r["column"])[0]]
@@ -222,8 +252,15 @@ def train_cells(documents: list[Document], wanted: int | None = None) -> list[Ce
             while number in rounds:
                 number += 1
             rounds[number] = r
-    cells = [Cell(name, v, list(by_file.values())) for (name, v), by_file in found.items()]
+    cells = [Cell(name, v, list(by_file.values())) for (name, v, _), by_file in found.items()]
     return sorted(cells, key=Cell.order)
+
+
+def described(photos: Document) -> str:
+    """Photos in words: ``128 of 100 KB``; "" where a file says nothing of them."""
+    if not photos:
+        return ""
+    return f"{photos['distinct']:,} of {photos['mean_bytes'] / 1000:.0f} KB"
 
 
 def _short(gpu: str | None) -> str:
@@ -248,14 +285,14 @@ def broken_rules(document: Document) -> list[str]:
         found.append(f"photos of a cold run were still in the page cache: {max(kept):.0%}")
     for cell in train_cells([document]):
         (machine,) = cell.machines
-        if TWIN not in machine.results or OURS not in machine.results:
-            found.append(f"{cell.title}: no pair of the same column, so no noise")
         few = [c for c, r in machine.results.items() if len(r) < protocol.LEAST_ROUNDS]
         few = [column for column in few if column not in failed]
-        was_cut = len(machine.results.get(TWIN, {})) >= protocol.LEAST_ROUNDS and any(
-            "--stop-after" in command for command in metadata["commands"]
-        )
-        if few and not was_cut:  # the table says of a cell that it was cut short
+        may_end = any("--stop-after" in command for command in metadata["commands"])
+        in_first_round = may_end and set(few) == set(machine.results)
+        in_second = may_end and len(machine.results.get(TWIN, {})) >= protocol.LEAST_ROUNDS
+        if not {OURS, TWIN} <= machine.results.keys() and not in_first_round:
+            found.append(f"{cell.title}: no pair of the same column, so no noise")
+        if few and not (in_first_round or in_second):  # else the table says: cut short
             found.append(f"{cell.title}: fewer than {protocol.LEAST_ROUNDS} rounds of {few}")
         places: dict[int, list[str]] = defaultdict(list)
         for column, r in sorted(machine.each(), key=lambda each: each[1]["place"]):

@@ -136,17 +136,28 @@ def _of_train(quote: Quote, documents: list[Document]) -> Values:
     cells = [cell for cell in train_cells(documents) if cell.title == quote.cell]
     if not cells:
         raise LookupError("no such cell")
-    cell = max(cells, key=lambda each: each.version)  # the newer protocol, where both have it
+    newest = max(each.version for each in cells)  # the newer protocol, where both have it
+    cell, *others = [each for each in cells if each.version == newest]
+    if others:
+        photos = " and on ".join(each.photos for each in (cell, *others))
+        raise LookupError(f"it was measured on {photos}: name the files of one of them")
     column = quote.columns[0]
     other = quote.columns[-1]
     costs = {"CPU seconds": "cpu_seconds_per_1000_images", "GiB": "gpu_peak_gib"}
     costs |= {"ms an edge": "edge_ms", "ms between epochs": "between_epochs_ms"}
+    of_epochs: dict[str, Callable[[list[float]], float]] = {
+        "s of the second epoch": lambda seconds: seconds[0],  # the first one is left out
+        "s of a later epoch": lambda seconds: statistics.median(seconds[1:]),
+    }
     if quote.quantity == "images/s":
         return cell.rates(column), False
+    results = [r for m in cell.with_columns(column) for r in m.results[column].values()]
+    if quote.quantity == "% noise":
+        return [100 * cell.noise] if cell.noise is not None else [], False
     if key := costs.get(quote.quantity):
-        return [
-            r[key] for m in cell.with_columns(column) for r in m.results[column].values()
-        ], False
+        return [r[key] for r in results], False
+    if of_epoch := of_epochs.get(quote.quantity):
+        return [of_epoch(r["epoch_seconds"]) for r in results], False
     if quote.quantity.removesuffix(" more") in costs:
         key = costs[quote.quantity.removesuffix(" more")]
         return _paired(cell.machines, column, other, key, lambda a, b: a - b), False
@@ -161,7 +172,10 @@ def _of_train(quote: Quote, documents: list[Document]) -> Values:
         "% slower": lambda ratio: 100 * (1 - ratio),
     }
     if quote.quantity not in forms:
-        raise LookupError(f"no such quantity; {[*forms, 'images/s', *costs]} are")
+        known = [*forms, "images/s", "% noise", *costs, *of_epochs]
+        raise LookupError(f"no such quantity; {known} are")
+    if not cell.is_comparable:
+        raise LookupError("its noise was not measured: the cell was cut short in its first round")
     return [forms[quote.quantity](ratio) for ratio in compared.values], compared.equal
 
 

@@ -69,8 +69,11 @@ VERSIONS = {
     "elsewhere it was not measured. *Settled* counts the processes whose rate stood still before "
     "it was measured. Each row has its commits; later ones were not measured.",
     2: "**Protocol 2** ([how we measure](../docs/measuring.md)): rounds in both orders until they "
-    "are settled, DALI at the fastest setting of a sweep, the fastest of torchvision's "
-    "DataLoaders, and the noise of a pair of equal columns. A difference within it is *equal*.",
+    "are settled, DALI at the fastest setting that ran (*settings* says which sweep chose it), the "
+    "fastest of torchvision's DataLoaders, and the noise of a pair of equal columns. A difference "
+    "within it is *equal*. A cell without a noise was cut short in its first round: its ratios "
+    "may be chance. Photos are told apart by how many different ones there are, and their mean "
+    "size; rates of different photos do not compare.",
 }
 
 
@@ -114,13 +117,13 @@ def summary_table(found: list[Cell]) -> str:
     for cell in found:
         if not (rates := cell.rates(OURS)):
             continue
-        pairs = [(OURS, CEILING), (DALI, CEILING)]
-        pairs += [(OURS, other) for other in (DALI, cell.plain, CONTROL)]
+        pairs = [(OURS, CEILING), (cell.dali, CEILING)]
+        pairs += [(OURS, other) for other in (cell.dali, cell.plain, CONTROL)]
         row = [cell.title, spread(rates), *[str(cell.compared(*pair)) for pair in pairs]]
-        rows.append([*row, noise(cell), cell.state, commits(cell)])
+        rows.append([*row, noise(cell), cell.state, cell.photos, commits(cell)])
     header = ["median (lowest to highest; rounds)", "images/s", "of the ceiling"]
     header += ["DALI, of the ceiling", "**times DALI's**", "**times a DataLoader's**"]
-    header += ["times `cpu_share=0.0`", "noise", "settled", "commits"]
+    header += ["times `cpu_share=0.0`", "noise", "settled", "photos", "commits"]
     return markdown(header, rows)
 
 
@@ -128,30 +131,34 @@ def costs_table(found: list[Cell]) -> str:
     """The cells with every loader, on one machine or several, and what each of them costs."""
     rows = []
     for cell in found:
-        others = [cell.compared(OURS, other) for other in (DALI, cell.plain)]
+        others = [cell.compared(OURS, other) for other in (cell.dali, cell.plain)]
         if not all(compared.values for compared in others):
             continue
         ceiling = str(cell.compared(OURS, CEILING)) or "-"
         row = [cell.title, spread(cell.rates(OURS)), ceiling, *map(str, others), noise(cell)]
-        both = cell.with_columns(OURS, DALI)
+        both = cell.with_columns(OURS, cell.dali)
         for key, digits in (("cpu_seconds_per_1000_images", 2), ("gpu_peak_gib", 1)):
-            costs = [statistics.median(m.median(c, key) for m in both) for c in (OURS, DALI)]
+            costs = [statistics.median(m.median(c, key) for m in both) for c in (OURS, cell.dali)]
             row.append(" / ".join(f"{cost:.{digits}f}" for cost in costs))
-        rows.append([*row, cell.state, commits(cell)])
+        rows.append([*row, cell.state, cell.photos, commits(cell)])
     header = ["median (lowest to highest; rounds)", "images/s", "of the ceiling"]
     header += ["**times DALI's**", "**times a DataLoader's**", "noise"]
-    header += ["CPU s per 1,000 images / DALI's", "GPU GiB in all / DALI's", "settled", "commits"]
+    header += ["CPU s per 1,000 images / DALI's", "GPU GiB in all / DALI's"]
+    header += ["settled", "photos", "commits"]
     return markdown(header, rows)
 
 
-def whole(cell: Cell) -> list[Machine]:
-    """The machines that ran every loader of the front page, the worst against DALI first."""
-    found = cell.with_columns(OURS, DALI, cell.plain)
+def beside_dali(cell: Cell) -> list[Machine]:
+    """The machines that ran DALI as well, the worst against it first.
+
+    Where some ran torchvision's DataLoader, too, only these. None for a cell that has no noise.
+    """
+    found = cell.with_columns(OURS, cell.dali) if cell.is_comparable else []
 
     def against_dali(machine: Machine) -> float:
-        return statistics.median(protocol.ratios(machine.rates, OURS, DALI) or [1.0])
+        return statistics.median(protocol.ratios(machine.rates, OURS, cell.dali) or [1.0])
 
-    return sorted(found, key=against_dali)
+    return sorted([m for m in found if cell.plain in m.results] or found, key=against_dali)
 
 
 def machines_table(found: list[Cell]) -> str:
@@ -237,15 +244,17 @@ def caption(documents: list[Document], links: str) -> str:
         words += ["edited"] * bool(m.get("dirty"))
         words += [f"{PACKAGES[key]} {versions[key]}" for key in PACKAGES if versions.get(key)]
         machines.append(f"- [{Path(d['file']).stem}]({links}{d['file']}): {', '.join(words)}")
-    photos = {kind: f for each in documents for kind, f in each.get("photos", {}).items()}
-    kinds = [
-        f"{kind}: {f['distinct']} photos of {f['mean_width']} x {f['mean_height']} and "
-        f"{f['mean_bytes'] / 1000:.0f} KB on average, repeated to {f['files']:,} files"
-        for kind, f in photos.items()
-    ]
+    of_kind: dict[str, list[str]] = defaultdict(list)  # photos in words -> the files
+    for d in documents:
+        for kind, f in d.get("photos", {}).items():
+            size = f"{f['mean_width']} x {f['mean_height']} and {f['mean_bytes'] / 1000:.0f} KB"
+            words = f"{kind}: {f['distinct']:,} photos of {size} on average"
+            of_kind[f"{words}, repeated to {f['files']:,} files"].append(Path(d["file"]).stem)
+    kinds = [f"- {words}: {', '.join(files)}" for words, files in of_kind.items()]
     commands = dict.fromkeys(c for d in documents for c in d["metadata"]["commands"])
     listed = "\n".join(f"- `{command}`" for command in commands)
-    return "\n\n".join(["\n".join(machines), *kinds, f"Measured with\n\n{listed}"])
+    parts = ["\n".join(machines), *["Photos\n\n" + "\n".join(kinds)] * bool(kinds)]
+    return "\n\n".join([*parts, f"Measured with\n\n{listed}"])
 
 
 def pivot(corner: str, cells: dict[tuple[str, str], str]) -> str:
@@ -490,12 +499,8 @@ def refresh(blocks: dict[Path, str], *, check: bool) -> None:
 LABELS = {PLAIN: "DataLoader, torchvision", DALI: "DALI", OURS: "gpuprefetch"}
 
 
-def _rate(machine: Machine, column: str) -> float:
-    return statistics.median(machine.rates[column].values())
-
-
 def draw(found: list[Cell], path: Path) -> None:
-    """Bars of each cell with all loaders: of the machine that is the worst against DALI.
+    """Bars of each cell with DALI and this library, of the machine that is the worst against it.
 
     On the left images per second, on the right the CPU seconds that 1,000 images cost.
     """
@@ -506,19 +511,25 @@ def draw(found: list[Cell], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     colors = {PLAIN: "#d3c4a4", DALI: "#8aa39b", OURS: "#2a6f4e"}
-    shown = [(cell, machines[0]) for cell in found if (machines := whole(cell))]
+    shown = [(cell, machines[0]) for cell in found if (machines := beside_dali(cell))]
     height = 0.75 * len(shown) + 1.2
     figure, (rates, costs) = plt.subplots(
         1, 2, figsize=(8, height), layout="constrained", sharey=True, width_ratios=(2, 1)
     )
+    labeled: set[str] = set()  # loaders that the legend has
     for place, (cell, machine) in enumerate(shown):
         for number, (loader, color) in enumerate(colors.items()):
             at = place + 0.27 * number
-            column = cell.plain if loader == PLAIN else loader
-            label = "" if place else LABELS[loader]
+            column = {PLAIN: cell.plain, DALI: cell.dali}.get(loader, loader)
+            if column not in machine.results:
+                rates.text(0, at, " not run", va="center", fontsize=8, color="#777777")
+                continue
+            label = "" if loader in labeled else LABELS[loader]
+            labeled.add(loader)
             cost = machine.median(column, "cpu_seconds_per_1000_images")
+            rate = statistics.median(machine.paired(column, OURS))
             for axis, value, text in (
-                (rates, _rate(machine, column), f"{_rate(machine, column):,.0f}"),
+                (rates, rate, f"{rate:,.0f}"),
                 (costs, cost, f"{cost:.2f}"),
             ):
                 axis.barh(at, value, 0.26, color=color, label=label if axis is rates else "")
@@ -528,26 +539,32 @@ def draw(found: list[Cell], path: Path) -> None:
         if CEILING in machine.results:
             ends = place - 0.16, place + 0.7
             label = "" if any(CEILING in m.results for _, m in shown[:place]) else "no loading"
-            at = [_rate(machine, CEILING)] * 2
+            at = [statistics.median(machine.paired(CEILING, OURS))] * 2
             rates.plot(at, ends, "--", color="black", linewidth=1, label=label)
     titles = [textwrap.fill(cell.title, 32) for cell, _ in shown]
-    names = [f"{name}\n{where(m)}" for name, (_, m) in zip(titles, shown, strict=True)]
+    names = [f"{name}\n{where(*each)}" for name, each in zip(titles, shown, strict=True)]
     rates.set_yticks([place + 0.27 for place in range(len(shown))], names)
     rates.set(xlabel="images/s")
     rates.xaxis.set_major_formatter("{x:,.0f}")
     rates.locator_params(axis="x", nbins=5)
+    rates.margins(y=0.02)
     rates.invert_yaxis()
     costs.set(xlabel="CPU s per 1,000 images")
     costs.margins(x=0.15)
-    figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    handles = dict(zip(*reversed(rates.get_legend_handles_labels()), strict=True))
+    order = [label for label in [*LABELS.values(), "no loading"] if label in handles]
+    known = [handles[label] for label in order]
+    figure.legend(known, order, loc="outside upper center", ncols=4, frameon=False)
     for axis in (rates, costs):
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
 
 
-def where(machine: Machine) -> str:
-    """The card and the cores of a machine, as in ``H100, 16 cores``."""
-    return f"{machine.card}, {machine.cores} cores"
+def where(cell: Cell, machine: Machine) -> str:
+    """Card, cores, rounds and noise: ``H100, 16 cores, n = 2, noise 1 %``."""
+    words = [machine.card, f"{machine.cores} cores", f"n = {len(machine.results[OURS])}"]
+    words += [f"noise {noise(cell)}"] * (cell.noise is not None)
+    return ", ".join(words)
 
 
 def main(words: list[str] | None = None) -> None:

@@ -3,9 +3,10 @@
     python docs/front.py           # write it
     python docs/front.py --check   # fail where it does not follow from the files
 
-A row is a cell that DALI and gpuprefetch have run. The order is
-that of the other tables: whole epochs first, then the cells that DALI wins. At most
-two are of whole epochs. Rows of an older protocol fill up what the newest lacks.
+A row is a cell that DALI and gpuprefetch have run, and whose noise is known.
+Two rows are of whole epochs, then two without end. Of each two the first is the one
+that DALI wins by most, and the second the next one that fills every column. Rows of
+an older protocol fill up what the newest lacks.
 """
 
 import statistics
@@ -31,17 +32,19 @@ NAMES = {
 HEADER = ["images/s", "DataLoader", "DALI", "gpuprefetch", "no loading"]
 NOTE = (
     "Medians on {cards} by [protocol](docs/measuring.md) {versions}. *No loading*: "
-    "the same step on one batch that stays on the GPU."
+    "the same step on one batch that stays on the GPU. In brackets: how many "
+    "different photos, and their mean size. Rows: of whole epochs, and of epochs "
+    "without end, the cell that DALI wins by most, and the next one that fills all "
+    "columns."
 )
+NOT_RUN = " -: not run."
+SPREAD = " Rounds and [noise](docs/measuring.md#the-rules) of the rows: {each}."
 APART = " \\* On another machine than the row's other rates."
 
 
 def of_machines(machines, column):
-    """Return a column's rates in every round on these machines."""
-    found = [
-        machine.rates[column] for machine in machines if column in machine.rates
-    ]
-    return [rate for rounds in found for rate in rounds.values()]
+    """Return a column's rates on these machines, in rounds that gpuprefetch ran."""
+    return [r for m in machines for r in m.paired(column, cells.OURS)]
 
 
 def chosen(documents):
@@ -49,24 +52,32 @@ def chosen(documents):
     found = {}
     for files in table.by_version(documents).values():
         for cell in cells.train_cells(files):
-            if cell.with_columns(cells.OURS, cells.DALI):
+            if cell.is_comparable and cell.with_columns(cells.OURS, cell.dali):
                 found.setdefault(cell.title, cell)
     of_epochs = [cell for cell in found.values() if "epoch" in cell.title]
     others = [cell for cell in found.values() if "epoch" not in cell.title]
-    return [*of_epochs[:OF_EPOCHS], *others][:ROWS]
+    shown = loss_and_whole(of_epochs)[:OF_EPOCHS]
+    return shown + loss_and_whole(others)[: ROWS - len(shown)]
+
+
+def loss_and_whole(found):
+    """Return the first cell, then those that fill a row, then the rest."""
+    whole = [c for c in found[1:] if "-" not in row_of(c)]
+    return [*found[:1], *whole, *[c for c in found[1:] if c not in whole]]
 
 
 def row_of(cell):
     """Return a row: the cell in words, and a rate for each loader."""
     first, _, rest = cell.title.partition(" ")
-    both = cell.with_columns(cells.OURS, cells.DALI)
-    every = cell.with_columns(cells.OURS, cells.DALI, cell.plain)
+    both = cell.with_columns(cells.OURS, cell.dali)
+    every = cell.with_columns(cells.OURS, cell.dali, cell.plain)
     sides = [of_machines(every or cell.machines, cell.plain)]
-    sides += [of_machines(both, c) for c in (cells.DALI, cells.OURS, cells.CEILING)]
+    sides += [of_machines(both, c) for c in (cell.dali, cells.OURS, cells.CEILING)]
     rates = [f"{statistics.median(side):,.0f}" if side else "-" for side in sides]
     if sides[0] and not every:
         rates[0] += " \\*"
-    return [f"{NAMES.get(first, first)} {rest}", *rates]
+    photos = f" ({cell.photos})" if cell.photos else ""
+    return [f"{NAMES.get(first, first)} {rest}{photos}", *rates]
 
 
 def block(documents):
@@ -81,6 +92,9 @@ def block(documents):
     cores = " or ".join(map(str, sorted({m["affinity"] for m in machines})))
     versions = " and ".join(map(str, sorted({cell.version for cell in shown})))
     note = NOTE.format(cards=f"{gpus} with {cores} cores", versions=versions)
+    spreads = [f"{len(c.rates(cells.OURS))}, {table.noise(c)}" for c in shown]
+    note += SPREAD.format(each="; ".join(spreads))
+    note += NOT_RUN if any("-" in row for row in rows) else ""
     note += APART if any("*" in row[1] for row in rows) else ""
     return f"{table.markdown(HEADER, rows)}\n\n{note}\n"
 

@@ -292,14 +292,39 @@ def test_persistent_workers_are_not_ended(photo_folder, constants):
     assert alive() == workers
 
 
-def test_workers_do_not_live_on_where_epochs_are_never_the_expected_ones(photo_folder):
+@pytest.mark.parametrize("between", [validate, draw, seed_anew, number_epochs])
+def test_workers_live_on_where_another_epoch_is_begun(photo_folder, between):
     prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), persistent=False)
-    for epoch in range(loading.MOST_MISSES + 2):
+    found = set()
+    for epoch in range(3):
         for _ in prefetcher:
-            pass
-        lives_on = bool(alive())
+            found |= alive()
+        between(prefetcher, epoch)
+    assert len(found) == 2
+
+
+def test_workers_read_nothing_ahead_where_epochs_are_never_the_expected_ones(
+    photo_folder, tmp_path
+):
+    root = shutil.copytree(photo_folder, tmp_path / "photos")
+    epochs = loading.MOST_MISSES + 2
+    prefetcher = prefetcher_of(EncodedImageFolder(root), persistent=False)
+    found = set()
+    for epoch in range(epochs):
+        for _ in prefetcher:
+            found |= alive()
         draw(prefetcher, epoch)
-    assert not lives_on
+    assert len(found) == 2
+    shutil.rmtree(root)
+    with pytest.raises(FileNotFoundError):
+        next(iter(prefetcher))
+
+
+def test_a_loop_sees_the_same_where_epochs_are_never_the_expected_ones(photo_folder):
+    epochs = loading.MOST_MISSES + 3
+    ahead = seen(EncodedImageFolder(photo_folder), False, draw, epochs)
+    as_ever = seen(Own(photo_folder), False, draw, epochs, num_workers=0)
+    assert_same(ahead, as_ever)
 
 
 def test_workers_do_not_live_on_where_shared_memory_is_short(photo_folder, monkeypatch):

@@ -84,16 +84,42 @@ def test_rows_are_of_the_newest_protocol_and_losses_come_first(docs):
     rates = {"torchvision": 10.0, "dali": 100.0, "gpuprefetch": 300.0}
     old = [result(c, rates[c], model=m) for c in LOADERS for m in ("resnet18", "resnet50")]
     old += [result(c, rates[c], batch_size=size) for c in LOADERS for size in (1, 2)]
-    new = [result(c, rates[c] + 1, model="resnet18", round=0, place=0) for c in LOADERS]
-    lost = {"torchvision": 1.0, "dali": 9.0, "gpuprefetch": 8.0}
+    twin = "gpuprefetch (again)"
+    columns = (*LOADERS, twin)
+    rates |= {twin: rates["gpuprefetch"]}
+    new = [result(c, rates[c] + 1, model="resnet18", round=0, place=0) for c in columns]
+    lost = {"torchvision": 1.0, "dali": 9.0, "gpuprefetch": 8.0, twin: 8.0}
     epochs = {"policy": "", "validate": 0, "persistent": True, "cold": False, "epochs": 9}
     sizes = (3, 4, 5)
-    new += [result(c, lost[c], files=n, **epochs, place=0) for c in LOADERS for n in sizes]
+    new += [result(c, lost[c], files=n, **epochs, place=0) for c in columns for n in sizes]
     files = [document("a", *old), document("b", *new, protocol=2)]
     shown = [front.row_of(cell) for cell in front.chosen(files)]
     assert [row[1:4] for row in shown[:3]] == [["1", "9", "8"]] * 2 + [["11", "101", "301"]]
     assert len(shown) == 4 and "epochs of 3 photos" in shown[0][0]
     assert front.block([]) == ""
+
+
+def test_each_half_has_a_loss_and_then_a_cell_that_every_loader_ran(docs):
+    front = docs("front")
+    new = {"policy": "", "files": 9, "validate": 0, "persistent": True, "cold": False, "round": 0}
+    rates = {"dali": 100.0, "gpuprefetch (again)": 100.0, "synthetic": 500.0}
+    ours = {1: 80.0, 2: 90.0, 3: 95.0, 4: 70.0}  # by batch size, DALI has 100
+    results = [
+        result(column, rate, model="resnet18", batch_size=size, place=0, **new)
+        for size, mine in ours.items()
+        for column, rate in (*rates.items(), ("gpuprefetch", mine))
+    ]
+    results.append(result("torchvision", 10.0, model="resnet18", batch_size=3, place=0, **new))
+    results = [r for r in results if (r["batch_size"], "again" in r["column"]) != (4, True)]
+    files = [document("a", *results, protocol=2)]
+    photos = {"distinct": 128, "mean_bytes": 99_903, "sha256": "a"}
+    files[0]["photos"] = {"sample": photos}
+    shown = [front.row_of(cell) for cell in front.chosen(files)]
+    label = "ResNet-18 eager, batch {} (128 of 100 KB)"
+    assert [row[0] for row in shown] == [label.format(size) for size in (1, 3, 2)]  # 4: no noise
+    assert shown[0][1:] == ["-", "100", "80", "500"]
+    made = front.block(files)
+    assert "-: not run" in made and "of the rows: 1, 25.0 %; 1, 5.3 %; 1, 11.1 %." in made
 
 
 def test_the_picture_has_a_photo_and_seven_draws_of_it(docs, tmp_path):

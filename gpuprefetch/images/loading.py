@@ -20,6 +20,7 @@ from gpuprefetch.core.epoch import Lookahead
 from gpuprefetch.core.forecast import Facts, Forecast, draws_since, facts_of, is_known, same
 from gpuprefetch.core.loaders import TorchLoader, changed, is_stream
 from gpuprefetch.core.nested import Batch, Loader
+from gpuprefetch.core.ranks import ranks_of
 from gpuprefetch.core.repeating import restarts
 from gpuprefetch.core.samplers import Key, sampler_name
 from gpuprefetch.core.workers import WorkerStart, shut_down
@@ -39,15 +40,17 @@ from gpuprefetch.images.steady import Steady
 #     two epochs, as for a validation, are counted once and expected after that.
 #   - Seed and number of the epoch, the sampler, the loader and the list of samples are compared
 #     with what they were. If any has changed, the batches are dropped, and it begins as ever.
+#     If it is only the order, or the number, workers that live on begin once more with that one.
 #   - Only a folder of images without code of the user's is read ahead (Steady). Other datasets
 #     might draw random numbers in the workers, or read what the loop changes between two epochs.
 #   - Nothing goes to the device before the epoch begins.
 # Workers that are not persistent live on for this. Others would be started with the same samples,
-# and these have nothing that an epoch could have changed.
+# and these have nothing that an epoch could have changed. They live on as well where the order is
+# never the expected one, as with a loop that draws random numbers, and read nothing ahead of time.
 
 # Workers that live on although they are not persistent end after this time without an epoch.
 IDLE_SECONDS = 30.0
-# So many epochs in a row that were not the expected one, and no other is begun ahead of time.
+# So many epochs in a row that were not the expected one, and no other is read ahead of time.
 MOST_MISSES = 3
 
 
@@ -187,13 +190,45 @@ class Begun:
     ahead: Ahead | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Workers that wait for the next epoch.
+
+    Attributes:
+        begun: the loader that they are of, and what has to be the same for them to serve again.
+        ahead: the epoch whose first batches they have read; None if they have read nothing.
+    """
+
+    begun: Begun
+    ahead: Ahead | None
+
+    def may_serve(self, loader: TorchLoader) -> bool:
+        """Whether samples and options of the user's loader are what they were."""
+        begun = self.begun
+        return same(begun.options, _options(loader)) and begun.dataset == Steady.of(loader.dataset)
+
+    def expects(self, loader: TorchLoader, seed: int, epoch: int) -> bool:
+        """Whether the epoch that begins now is the one that they have read ahead for."""
+        ahead = self.ahead
+        return (
+            ahead is not None
+            and (ahead.number, ahead.notes.seed) == (epoch, seed)
+            and ahead.forecast.holds(loader)
+        )
+
+    def end(self) -> None:
+        """End them, unless the user's loader keeps them."""
+        if self.begun.kept and isinstance(self.begun.loader, DataLoader):
+            shut_down(self.begun.loader._iterator)
+
+
 class LivingWorkers:
     """The workers that live on after an epoch, for the next one.
 
     Persistent workers serve one epoch after the other: an :class:`Origin` in shared memory tells
     them the seed and the epoch. At the end of an epoch they begin the next one ahead of time, where
-    its samples and their order are known: see Note [The next epoch]. Other workers live on for that
-    alone, and for :data:`IDLE_SECONDS` at most.
+    its samples and their order are known: see Note [The next epoch]. Other workers live on where
+    their samples are known, and for :data:`IDLE_SECONDS` at most.
     """
 
     def __init__(self) -> None:
@@ -201,8 +236,8 @@ class LivingWorkers:
         self._origin = Origin(0)
         self._epoch: weakref.ref[Lookahead] | None = None  # the latest
         self._latest: Begun | None = None
-        self._next: tuple[Begun, Ahead] | None = None  # what has been begun ahead of time, by whom
-        self._lock = threading.Lock()  # guards the pair
+        self._waiting: Waiting | None = None
+        self._lock = threading.Lock()  # guards it
         self._misses = 0  # epochs in a row that were not the one that was begun
         self._draws = 0  # seeds that were drawn between the latest two epochs
         self._idle_from = 0.0  # when workers that live on have begun to wait for an epoch
@@ -217,7 +252,7 @@ class LivingWorkers:
         """Let the next epoch start other workers."""
         self._loader = None
         self._epoch = None
-        self._drop_next()
+        self._drop_waiting()
 
     def begin(
         self, loader: TorchLoader, packer: Packer, seed: int, epoch: int, *, anew: bool
@@ -228,9 +263,9 @@ class LivingWorkers:
             if running is not None and not running.close():  # its thread waits for the same workers
                 self._loader = None
                 anew = True
-        begun = None if anew else self._take_next(loader, seed, epoch)
+        begun = None if anew else self._take_waiting(loader, seed, epoch)
         if begun is None:
-            self._drop_next()
+            self._drop_waiting()
             begun = self._begin(loader, packer, seed, epoch, anew=anew)
         self._latest = begun
         return begun
@@ -260,7 +295,7 @@ class LivingWorkers:
         self._epoch = weakref.ref(epoch)
 
     def begin_next(self, loader: TorchLoader, begun: Begun, notes: Notes, epoch: int) -> None:
-        """Begin an epoch ahead of time, if it is known: see Note [The next epoch].
+        """Let workers wait for an epoch, and begin it if it is known: see Note [The next epoch].
 
         Args:
             loader: the user's.
@@ -269,14 +304,14 @@ class LivingWorkers:
             epoch: its number.
         """
         clone = begun.loader
-        sampler = noting_sampler(clone)
         living = isinstance(clone, DataLoader) and clone._iterator is not None
-        if sampler is None or not living or self._misses >= MOST_MISSES:
+        reads = self._misses < MOST_MISSES
+        kept = begun.kept
+        if noting_sampler(clone) is None or not living or not (reads or kept):
             return
         dataset = Steady.of(loader.dataset) if reads_alone(loader, begun.packer) else None
         if dataset is None:
             return
-        kept = begun.kept
         if kept and not (
             begun.dataset == dataset and same(begun.options, _options(loader)) and _has_room()
         ):
@@ -285,46 +320,53 @@ class LivingWorkers:
         forecast = Forecast.of(loader, draws=self._draws, advances=advances, starts_workers=kept)
         if forecast is None:
             return
-        begun.packer.origin.set(notes.seed, epoch)
-        sampler.note_into(notes, forecast.batches)
-        try:
-            batches = iter(clone)
-        except Exception:  # a worker has died: the epoch itself will tell
-            return
         now = Begun(clone, begun.packer, kept, dataset, _options(loader))
-        ahead = Ahead(epoch, forecast, batches, notes)
-        self._drop_next()
+        ahead = None
+        if reads:
+            ahead = _read(now, forecast, notes, epoch)
+            if ahead is None:
+                return
+        self._drop_waiting()
         with self._lock:
-            self._next = now, ahead
+            self._waiting = Waiting(now, ahead)
         if kept:
             self._idle_from = time.monotonic()
             self._watch()
 
-    def _take_next(self, loader: TorchLoader, seed: int, epoch: int) -> Begun | None:
-        """The epoch that was begun ahead of time, if it is the one that begins now."""
+    def _take_waiting(self, loader: TorchLoader, seed: int, epoch: int) -> Begun | None:
+        """The epoch that begins, if workers that wait may serve it."""
         with self._lock:
-            if self._next is None:
+            waiting = self._waiting
+            if waiting is None:
                 return None
-            begun, ahead = self._next
-            self._draws = draws_since(ahead.forecast.state) or 0
-            if not (
-                (ahead.number, ahead.notes.seed) == (epoch, seed)
-                and (not loader.persistent_workers or begun.loader is self._loader)
-                and same(begun.options, _options(loader))
-                and ahead.forecast.holds(loader)
-                and begun.dataset == Steady.of(loader.dataset)
-            ):
-                self._misses += 1
+            if waiting.ahead is not None:
+                self._draws = draws_since(waiting.ahead.forecast.state) or 0
+            begun = waiting.begun
+            own = not loader.persistent_workers or begun.loader is self._loader
+            serves = own and waiting.may_serve(loader)
+            expected = serves and waiting.expects(loader, seed, epoch)
+            self._misses = 0 if expected else self._misses + 1
+            if not expected and not (serves and begun.kept):
                 return None
-            self._misses = 0
-            self._next = None
+            self._waiting = None
+            # An earlier epoch that is closed meanwhile asks live_on(), and leaves them alone.
+            self._latest = begun
+        if expected:
+            return replace(begun, ahead=waiting.ahead)
+        forecast = Forecast.of(loader, draws=0, advances=False, starts_workers=True)
+        notes = Notes(seed, ranks_of(loader).rank)
+        ahead = None if forecast is None else _read(begun, forecast, notes, epoch)
+        if ahead is None:
+            waiting.end()
+            return None
         return replace(begun, ahead=ahead)
 
     def live_on(self, begun: Begun) -> bool:
         """Whether the workers of an epoch that ends serve another one."""
         if not begun.kept:
             return True  # as the user's loader says
-        others = [None if self._next is None else self._next[0], self._latest]
+        waiting = self._waiting
+        others = [None if waiting is None else waiting.begun, self._latest]
         return any(
             other is not None and other is not begun and other.loader is begun.loader
             for other in others
@@ -341,20 +383,34 @@ class LivingWorkers:
     def idle_for(self) -> float | None:
         """Seconds for which workers that live on have waited for an epoch; None if none do."""
         with self._lock:
-            if self._next is None or not self._next[0].kept:
+            if self._waiting is None or not self._waiting.begun.kept:
                 return None
         return time.monotonic() - self._idle_from
 
     def end_idle(self) -> None:
         """End workers that live on, which nobody has needed for long."""
-        self._drop_next()
+        self._drop_waiting()
 
-    def _drop_next(self) -> None:
-        """Drop what was begun ahead of time; workers that lived on for it end."""
+    def _drop_waiting(self) -> None:
+        """Drop what was read ahead of time; workers that live on end."""
         with self._lock:
-            dropped, self._next = self._next, None
-        if dropped is not None and dropped[0].kept:
-            shut_down(dropped[1].batches)
+            dropped = self._waiting
+            self._waiting = None
+        if dropped is not None:
+            dropped.end()
+
+
+def _read(begun: Begun, forecast: Forecast, notes: Notes, epoch: int) -> Ahead | None:
+    """Let living workers begin an epoch of this order; None if they have died."""
+    sampler = noting_sampler(begun.loader)
+    assert sampler is not None, "only such workers wait"
+    begun.packer.origin.set(notes.seed, epoch)
+    sampler.note_into(notes, forecast.batches)
+    try:
+        batches = iter(begun.loader)
+    except Exception:  # the epoch itself will tell
+        return None
+    return Ahead(epoch, forecast, batches, notes)
 
 
 def _end_idle(workers: weakref.ref[LivingWorkers]) -> None:
