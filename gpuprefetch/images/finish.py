@@ -82,7 +82,7 @@ def _keep(
             # transform have not.
             several = view.tail and not view.head.has_own_sizes
             take_all = partial(map_leaves, take) if several else take
-            job.replace_result(n, take_all(job.results[n]))
+            job.replace_result(n, take_all(job.result(n)))
     return map_leaves(take, batch, partial(is_column, count=count))
 
 
@@ -112,7 +112,7 @@ def _run_tails(
         own = derive(seed, number) if number else seed
         keys = group[0].images.who.keys[kept]
         for n, view in enumerate(views):
-            outs: Sequence[Batch] = [job.results[n] for job in group]
+            outs: Sequence[Batch] = [job.result(n) for job in group]
             sampled = tail_keys(keys, n)
             if targets:
                 outs, batch = run_tail(
@@ -130,7 +130,7 @@ def _carry_on(job: ImageJob, kept: slice | npt.NDArray[np.int64]) -> None:
     """Do to its images what the transform of their dataset did, and the launch did not."""
     who = job.images.who
     if who.calls:
-        (images,) = job.results
+        images = job.result(0)  # there is one view
         assert isinstance(images, list)
         places = np.arange(len(who.calls))[kept]
         calls = [who.calls[place] for place in places.tolist()]

@@ -166,10 +166,9 @@ class ImageJob(PendingImages):
         """What the loop gets of each view."""
         return [output.finished for output in self.outputs]
 
-    @property
-    def results(self) -> list[object]:
-        """What the views make of the batch, as far as they have come."""
-        return [output.images for output in self.outputs]
+    def result(self, view: int) -> object:
+        """What a view makes of the batch, as far as it has come."""
+        return self.outputs[view].images
 
     def replace_result(self, view: int, result: object) -> None:
         """Put in place of a view's result what was made of it."""
@@ -414,7 +413,7 @@ class ImageJob(PendingImages):
         with Timed(self._stats, "resample"):
             for number, output in enumerate(self.outputs):
                 if output.head.form is not None and output.head.form.gives_views:
-                    self.replace_result(number, output.images)
+                    self.replace_result(number, self.result(number))
 
     def _decode_skipped(self, positions: Ints) -> None:
         """Decode each of some pictures alone, and on the CPU if it is skipped again."""
