@@ -1,6 +1,5 @@
 """Large photos go through little memory, and what cannot go through says so with its sizes."""
 
-import contextlib
 import threading
 import time
 import weakref
@@ -11,7 +10,6 @@ import pytest
 import test_faults
 import torch
 from fakes import leaves, numbered
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
@@ -374,44 +372,6 @@ def test_what_is_waited_for_before_anything_lies_there(canaries):
     planned_batches(files, decoder, share=0.5)
     # The call is of one photo. With canaries the host also waits for what the launch found.
     assert decoder.calls == ["wait", 1, "wait"][: 2 + canaries]
-
-
-class NotesViews(PackedDecoder):
-    """Notes the views that its thread makes after a decode, until it waits."""
-
-    def __init__(self):
-        super().__init__()
-        self.noting = contextlib.ExitStack()
-
-    def wait_for_readers(self):
-        self.noting.close()
-        super().wait_for_readers()
-
-    def decode(self, call, buffer, out):
-        super().decode(call, buffer, out)
-        self.noting.enter_context(ViewsInto(self.calls))
-
-
-class ViewsInto(TorchDispatchMode):
-    """Adds each view of a buffer to a list, with its shape."""
-
-    def __init__(self, found):
-        super().__init__()
-        self.found = found
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.as_strided.default:
-            self.found.append(tuple(args[1]))
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("results", ["list", "padded"])
-def test_views_are_made_for_a_list_alone_while_the_gpu_works(results):
-    files, decoder = photos_of((16, 16), (16, 20), (20, 16)), NotesViews()
-    planned_batches(files, decoder, transforms=[Resize(8, max_size=10)], results=results)
-    views = [(3, 8, 8), (3, 8, 10), (3, 10, 8)] if results == "list" else []
-    assert decoder.calls == ["wait", 3, *views, "wait"]
 
 
 class Skips(PackedDecoder):

@@ -401,19 +401,11 @@ class ImageJob(PendingImages):
         """Decode once more what the engines have skipped, after all calls. See Note [Canaries]."""
         if self._launched is None or self._launched.survived is None:
             return
-        self._make_views()
         with Timed(self._stats, "decode"):
             self._decoder.wait_for_readers()
         # A picture that a worker decoded may have that color.
         missed = np.flatnonzero(self._launched.survived.numpy() > self.images.decoded)
         self._decode_skipped(missed)
-
-    def _make_views(self) -> None:
-        """Make a list of its views while the GPU decodes and resamples, which is waited for."""
-        with Timed(self._stats, "resample"):
-            for number, output in enumerate(self.outputs):
-                if output.head.form is not None and output.head.form.gives_views:
-                    self.replace_result(number, self.result(number))
 
     def _decode_skipped(self, positions: Ints) -> None:
         """Decode each of some pictures alone, and on the CPU if it is skipped again."""

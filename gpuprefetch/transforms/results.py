@@ -63,8 +63,6 @@ class ResultForm:
     """What the loop gets for the N images of a batch."""
 
     has_own_sizes: ClassVar[bool] = True
-    # Whether the loop gets the images one by one, as views that may be made before their values.
-    gives_views: ClassVar[bool] = False
 
     def __call__(self, images: torch.Tensor) -> object:
         """What the loop gets for images ``(N, C, H, W)`` of one size."""
@@ -89,8 +87,6 @@ class ResultForm:
 @dataclass(frozen=True)
 class Listed(ResultForm):
     """N tensors ``(3, H_i, W_i)``, views of one buffer."""
-
-    gives_views = True
 
 
 @dataclass(frozen=True)
