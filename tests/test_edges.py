@@ -292,7 +292,7 @@ def test_persistent_workers_are_not_ended(photo_folder, constants):
     assert alive() == workers
 
 
-@pytest.mark.parametrize("between", [validate, draw, seed_anew, number_epochs])
+@pytest.mark.parametrize("between", [validate, number_epochs])
 def test_workers_live_on_where_another_epoch_is_begun(photo_folder, between):
     prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), persistent=False)
     found = set()
