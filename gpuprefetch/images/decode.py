@@ -34,7 +34,7 @@ from gpuprefetch.images.prepared import Call
 
 # Note [Canaries]
 # On RTX 50xx nvJPEG's engines have been seen to skip a picture and report success
-# (MrNeRF/LichtFeld-Studio#616, #1924). In scratch memory that picture would be an earlier photo
+# (MrNeRF/LichtFeld-Studio#1924). In scratch memory that picture would be an earlier photo
 # under this label. So the first and the last pixel that the launch will read of each picture are
 # set to a color beforehand, and the launch flags the pictures that still have it at either. Those
 # are decoded once more, one by one, and in the end on the CPU. A photo that has this color there is
