@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +321,35 @@ class TimeLimit:
         if over:
             print(f"stopped after {spent:.0f} s: give the same command again to go on")
         return over
+
+
+def measure_rounds(
+    script: str,
+    document: Document,
+    rounds: Iterable[tuple[int, dict[str, Any], dict[str, Any]]],
+    *,
+    device: Device,
+    args: argparse.Namespace,
+) -> None:
+    """Run what a file does not have yet, each in a process of its own, until the time is over.
+
+    Args:
+        script: whose ``measure`` runs, called with the task.
+        document: gets the results.
+        rounds: the number of a round, the keys by which a column's results are known, and the task.
+        device: where it runs.
+        args: has ``stop_after``, the seconds for all of it, and ``timeout``, those for one process.
+    """
+    limit = TimeLimit(args.stop_after)
+    for number, what, task in rounds:
+        if document.is_done(what, number):
+            continue
+        if limit.is_over():
+            break
+        started = time.monotonic()
+        found = run_child(script, task, device=device, timeout=args.timeout)
+        limit.note(time.monotonic() - started)
+        document.add({**what, "round": number} | found)
 
 
 def _line(result: dict[str, Any]) -> str:

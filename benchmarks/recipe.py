@@ -65,18 +65,16 @@ def main(words: list[str] | None = None) -> None:
     given += OF_TINY if args.tiny else []
     device = harness.Device(used=not args.cpu)
     document = harness.Document("recipe", args, device)
-    limit = harness.TimeLimit(args.stop_after)
-    for number, loader in harness.in_rounds(LOADERS, args.rounds):
-        what = {"column": loader, "epochs": args.epochs, "auto_augment": args.auto_augment}
-        if document.is_done(what, number):
-            continue
-        if limit.is_over():
-            break
-        task = {"words": [*given, "--loader", loader], "cpu": args.cpu}
-        begin = time.monotonic()
-        found = harness.run_child(__file__, task, device=device, timeout=args.timeout)
-        limit.note(time.monotonic() - begin)
-        document.add({**what, "round": number} | found)
+    recipe = {"epochs": args.epochs, "auto_augment": args.auto_augment}
+    rounds = (
+        (
+            number,
+            {"column": loader, **recipe},
+            {"words": [*given, "--loader", loader], "cpu": args.cpu},
+        )
+        for number, loader in harness.in_rounds(LOADERS, args.rounds)
+    )
+    harness.measure_rounds(__file__, document, rounds, device=device, args=args)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ The file is continued: a column of a round that is in it is not run again.
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -277,6 +276,23 @@ def measure(
     }
 
 
+def column_of(name: str, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keys by which a column's results are known, and what :func:`measure` is given."""
+    kind = COLUMNS[name]
+    settings = harness.settings(args)
+    settings["batch_size"] = kind.batch_size(args.batch_size)
+    model = args.detection_model if kind.trains else NO_MODEL
+    what = {
+        "column": name,
+        "model": model,
+        "batch_size": settings["batch_size"],
+        "workers": args.workers,
+        "size": args.size,
+    }
+    task = {"column": name, "model": model, "settings": settings, "timing": harness.timing(args)}
+    return what, task
+
+
 def main(words: list[str] | None = None) -> None:
     parser = harness.timed_parser(__doc__)
     parser.add_argument("--columns", nargs="+", choices=list(COLUMNS), default=list(COLUMNS))
@@ -286,29 +302,11 @@ def main(words: list[str] | None = None) -> None:
     device = harness.Device()
     document = harness.Document("sizes", args, device)
     document.note_photos("sample", photos.photo_facts(args.data, args.files))
-    limit = harness.TimeLimit(args.stop_after)
-    for number, name in harness.in_rounds(args.columns, args.rounds):
-        kind = COLUMNS[name]
-        settings = harness.settings(args)
-        settings["batch_size"] = kind.batch_size(args.batch_size)
-        model = args.detection_model if kind.trains else NO_MODEL
-        what = {
-            "column": name,
-            "model": model,
-            "batch_size": settings["batch_size"],
-            "workers": args.workers,
-            "size": args.size,
-        }
-        if document.is_done(what, number):
-            continue
-        if limit.is_over():
-            break
-        task = {"column": name, "model": model, "settings": settings}
-        task["timing"] = harness.timing(args)
-        started = time.monotonic()
-        found = harness.run_child(__file__, task, device=device, timeout=args.timeout)
-        limit.note(time.monotonic() - started)
-        document.add({**what, "round": number} | found)
+    rounds = (
+        (number, *column_of(name, args))
+        for number, name in harness.in_rounds(args.columns, args.rounds)
+    )
+    harness.measure_rounds(__file__, document, rounds, device=device, args=args)
 
 
 if __name__ == "__main__":
