@@ -31,8 +31,7 @@ from gpuprefetch.transforms.random import (
     Keys,
     SeededDraws,
     derive,
-    draws_of_worker,
-    owns_generators,
+    draws_of_sample,
 )
 from gpuprefetch.transforms.sampling import GivenOp, OneSampling, Sampling, Size, each_of
 
@@ -157,9 +156,8 @@ def _carried_out(image: EncodedImage, size: Size, seed: int, launch: Head) -> _S
             "as the others do."
         )
     _refuse_other_size(image, joint, size)
-    draws = draws_of_worker(seed) if owns_generators() else SeededDraws(seed)
     try:
-        with draws:
+        with draws_of_sample(seed):
             outcome = carried_out(joint, size, converts=given.dtype is not None)
     except RecordingError as error:
         raise ValueError(

@@ -20,7 +20,7 @@ from gpuprefetch.transforms.head import (
     Resize,
     pair,
 )
-from gpuprefetch.transforms.random import SeededDraws, draws_of_worker, owns_generators
+from gpuprefetch.transforms.random import draws_of_sample
 from gpuprefetch.transforms.sampling import (
     AmongBoxesOp,
     CenterCropOp,
@@ -102,7 +102,7 @@ class AmongBoxes:
 
     def __call__(self, seed: int, boxes: object) -> ChosenAmongBoxes | None:
         """The part for boxes whose canvas is the picture; None for all of it."""
-        with draws_of_worker(seed) if owns_generators() else SeededDraws(seed):
+        with draws_of_sample(seed):
             chosen = self._op.make_params([boxes])
         if not chosen:
             return None

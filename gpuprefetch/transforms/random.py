@@ -7,6 +7,7 @@ OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -161,6 +162,14 @@ def owns_generators() -> bool:
     """
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and get_worker_info() is not None
+
+
+def draws_of_sample(seed: int) -> AbstractContextManager[object]:
+    """Take the random numbers of torch from ``seed``, and restore its generator.
+
+    In a worker also those of NumPy and Python: elsewhere other threads would get these.
+    """
+    return draws_of_worker(seed) if owns_generators() else SeededDraws(seed)
 
 
 @scope
