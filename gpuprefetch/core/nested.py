@@ -148,10 +148,7 @@ def tensors(batch: Batch) -> Iterator[torch.Tensor]:
     """
     for leaf in objects(batch):
         if isinstance(leaf, torch.Tensor):
-            if leaf.layout is torch.strided and not leaf.is_nested:
-                yield leaf
-            else:
-                yield from _strided(leaf)
+            yield from _strided(leaf)
             continue
         state: object = object.__getstate__(leaf)
         parts = filter(None, state if isinstance(state, tuple) else (state,))  # with slots
