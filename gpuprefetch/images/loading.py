@@ -189,6 +189,10 @@ class Begun:
     options: Facts = field(default_factory=dict)
     ahead: Ahead | None = None
 
+    def is_as_it_was(self, loader: TorchLoader, dataset: Steady | None) -> bool:
+        """Whether the user's loader has the same options, and its dataset the same samples."""
+        return self.dataset == dataset and same(self.options, _options(loader))
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
@@ -201,11 +205,6 @@ class Waiting:
 
     begun: Begun
     ahead: Ahead | None
-
-    def may_serve(self, loader: TorchLoader) -> bool:
-        """Whether samples and options of the user's loader are what they were."""
-        begun = self.begun
-        return same(begun.options, _options(loader)) and begun.dataset == Steady.of(loader.dataset)
 
     def expects(self, loader: TorchLoader, seed: int, epoch: int) -> bool:
         """Whether the epoch that begins now is the one that they have read ahead for."""
@@ -312,9 +311,7 @@ class LivingWorkers:
         dataset = Steady.of(loader.dataset) if reads_alone(loader, begun.packer) else None
         if dataset is None:
             return
-        if kept and not (
-            begun.dataset == dataset and same(begun.options, _options(loader)) and _has_room()
-        ):
+        if kept and not (begun.is_as_it_was(loader, dataset) and _has_room()):
             return
         advances = getattr(loader.sampler, "epoch", None) == epoch - 1
         forecast = Forecast.of(loader, draws=self._draws, advances=advances, starts_workers=kept)
@@ -343,7 +340,7 @@ class LivingWorkers:
                 self._draws = draws_since(waiting.ahead.forecast.state) or 0
             begun = waiting.begun
             own = not loader.persistent_workers or begun.loader is self._loader
-            serves = own and waiting.may_serve(loader)
+            serves = own and begun.is_as_it_was(loader, Steady.of(loader.dataset))
             expected = serves and waiting.expects(loader, seed, epoch)
             self._misses = 0 if expected else self._misses + 1
             if not expected and not (serves and begun.kept):
