@@ -387,6 +387,7 @@ class DataPrefetcher:
         """What prepares the batches of an epoch; its thread has not started."""
         resumed = self._progress.place if beginning is Beginning.AT_PLACE else None
         seed = self.seed if resumed is None or resumed.seed is None else resumed.seed
+        self._pipeline.decide_share()
         begun = self._packing(seed, number, anew=resumed is not None)
         loader = begun.loader
         if resumed is None:

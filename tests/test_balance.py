@@ -15,6 +15,7 @@ from gpuprefetch import DataPrefetcher, Stats
 from gpuprefetch.core.epoch import Epoch, Lookahead
 from gpuprefetch.core.resume import Place, Source
 from gpuprefetch.images.decoding import Decoding
+from gpuprefetch.images.division import Share
 from gpuprefetch.images.plan import parse_bytes
 from gpuprefetch.images.share import FEW, LEAST, MOST, WINDOW, Balancer, usable_cores
 
@@ -33,9 +34,7 @@ def cores(monkeypatch):
 
 
 def balancer_of(share=0.0, **options):
-    return Balancer(
-        torch.tensor([share], dtype=torch.float64), Loader(), **{"fixed": False} | options
-    )
+    return Balancer(Share.in_memory(share), Loader(), **{"fixed": False} | options)
 
 
 def at(share, *values):
@@ -226,8 +225,9 @@ def test_without_engines_idle_cores_decode_from_the_start_and_may_stop(memory_bu
     assert not decoding.learn(1)  # by engines
     assert decoding.learn(3)
     stage.learned()
-    assert balancer.value == pytest.approx(8 / 13)  # eight workers beside what decodes as five
+    assert balancer.value == pytest.approx(8 / 38)  # eight workers beside what decodes as thirty
+    assert Share.of(balancer.share).by_kernels
     assert decoding.streams == (3 if memory_budget is None else 1)
-    balancer.share.fill_(0.0)  # as where the workers were late
+    balancer.share[0] = 0.0  # as where the workers were late
     assert not decoding.learn(3)
     assert balancer.value == 0

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from gpuprefetch import DataPrefetcher, EncodedImage
 from gpuprefetch.core import epoch as _epoch
+from gpuprefetch.core import streams as _streams
 from gpuprefetch.core.epoch import JOIN_SECONDS
 from gpuprefetch.core.forks import garbage_stays_here
 
@@ -277,7 +278,7 @@ def test_a_broken_context_does_not_keep_an_epoch_from_its_end(threaded, monkeypa
     def broken(stream):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(_epoch.SideStream, "end", broken)
+    monkeypatch.setattr(_streams.SideStream, "end", broken)
     iterator = iter(prefetcher_of(lambda: iter(range(4))))
     next(iterator)
     iterator.close()
@@ -307,8 +308,8 @@ def test_what_copies_still_read_is_kept(either, monkeypatch):
         events.append(Event())
         return events[-1]
 
-    monkeypatch.setattr(_epoch.SideStream, "record", record)
-    monkeypatch.setattr(_epoch.SideStream, "end", lambda stream: log.append("drained"))
+    monkeypatch.setattr(_streams.SideStream, "record", record)
+    monkeypatch.setattr(_streams.SideStream, "end", lambda stream: log.append("drained"))
     monkeypatch.setattr(_epoch, "handoff", lambda *batch: None)
     iterator = iter(prefetcher_of(lambda: map(Pinned, range(20))))
     for _ in range(4):

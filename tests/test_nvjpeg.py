@@ -425,19 +425,20 @@ def test_what_the_engines_refuse_leaves_the_next_call_alone():
 
 
 @pytest.mark.gpu
-def test_batches_side_by_side_without_engines(as_nvjpeg, tmp_path):
-    """CUDA kernels decode three batches at once, while the loop keeps the GPU busy."""
+@pytest.mark.parametrize("batch", [64, 16])
+def test_batches_side_by_side_without_engines(as_nvjpeg, tmp_path, batch):
+    """CUDA kernels decode three calls at once, of a batch or of several, in a busy loop."""
     (tmp_path / "a").mkdir()
     for i in range(640):
         picture = draw(200 + 7 * (i % 9), 300 - 5 * (i % 7), seed=i % 32)
         (tmp_path / "a" / f"{i:03d}.jpg").write_bytes(encode_jpeg(picture))
-    loader = DataLoader(EncodedImageFolder(tmp_path), 64, num_workers=2, pin_memory=True)
+    loader = DataLoader(EncodedImageFolder(tmp_path), batch, num_workers=2, pin_memory=True)
 
-    def run():
+    def run(**options):
         busy, got = torch.rand(4096, 4096, device="cuda"), []
-        crop = [RandomResizedCrop(64)]
-        for images, _ in DataPrefetcher(loader, transforms=crop, seed=3, cpu_share=0.0):
-            for _ in range(5):
+        options = {"transforms": [RandomResizedCrop(64)], "seed": 3, "cpu_share": 0.0} | options
+        for images, _ in DataPrefetcher(loader, **options):
+            for _ in range(5 * batch // 64 + 1):
                 busy @ busy  # reads of this batch wait for it
             got.append(images + 0)
         return torch.cat(got)
@@ -448,3 +449,4 @@ def test_batches_side_by_side_without_engines(as_nvjpeg, tmp_path):
     # Another inverse DCT: levels differ by a few.
     assert ((got - want).abs() * 255 < 3).float().mean() > 0.99
     assert torch.equal(got, run())
+    assert torch.equal(got, run(memory_budget="1GiB"))  # one call for each batch, one at a time

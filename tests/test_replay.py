@@ -21,6 +21,7 @@ from gpuprefetch import RandomResizedCrop as Crop
 from gpuprefetch.images import notes as _notes
 from gpuprefetch.images.collate import HostStage
 from gpuprefetch.images.decode import ImageDecoder
+from gpuprefetch.images.division import Share
 
 CHANGED = [Crop(16), K.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.7)]
 
@@ -126,12 +127,14 @@ def test_a_batch_of_a_loop_in_inference_mode_may_be_trained_with(photo_folder, d
         assert weight.grad is not None
 
 
-def test_the_share_of_the_workers_is_that_of_the_batch(photo_folder, device):
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_the_share_of_the_workers_is_that_of_the_batch(photo_folder, device, by_kernels):
     prefetcher = prefetcher_of(Numbered(photo_folder), device, seed=4)
     share = prefetcher._pipeline.packer.share
-    share.fill_(0.6)  # as the balancer had it then
+    share[0] = 0.6  # as the balancer had it then
+    share[1] = by_kernels
     seen = epoch_of(prefetcher)
-    share.fill_(0.0)
+    share.zero_()
     assert_replayed(prefetcher, seen, samples=range(0, 24, 3))
 
 
@@ -161,11 +164,11 @@ def test_all_views_of_a_batch_have_one_share(photo_folder):
 
     decoder = Absent(torch.device("cpu"))
     packer = prefetcher_of(Numbered(photo_folder), decoder=decoder)._pipeline.packer
-    packer.share.fill_(1.0)
+    packer.share[0] = 1.0
     dataset = Numbered(photo_folder)
     for share in (1.0, 0.0):
         batch = HostStage(views, packer)([dataset[i] for i in range(4)])
-        assert batch["image"].report.share == batch["view"].report.share == share
+        assert batch["image"].report.share == batch["view"].report.share == Share(share)
         assert batch["view"].decoded.all() == batch["image"].decoded.all() == bool(share)
 
 

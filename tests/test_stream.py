@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from gpuprefetch import DataPrefetcher
 from gpuprefetch.core import streams as _stream
-from gpuprefetch.core.streams import drain, handoff, lease_stream, return_stream
+from gpuprefetch.core.streams import Steps, drain, handoff, lease_stream, return_stream
 
 SHAPE = (64, 3, 224, 224)
 SLEEP_CYCLES = 20_000_000  # about 10 ms: the reader and the writer surely overlap in it
@@ -108,6 +109,28 @@ def test_batches_that_are_on_the_gpu_already(monkeypatch, wait):
     right = [bool((batch == value).all()) for value, batch in enumerate(prefetcher)]
     assert len(right) == 6
     assert all(right) == wait
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("prepare", "step"), [(4, 1), (1, 4)])
+def test_the_gpu_waits_where_batches_are_slower_than_the_step(prepare, step):
+    """The host does not see it: a batch is handed over as soon as its work is queued."""
+    side, loop = torch.cuda.Stream(), torch.cuda.current_stream()
+    steps = Steps(torch.device("cuda", torch.cuda.current_device()))
+    waited, started = 0.0, time.perf_counter()
+    for _ in range(20):
+        steps.throttle()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(prepare * SLEEP_CYCLES // 2)
+            ready = torch.cuda.Event(enable_timing=True)
+            ready.record()
+        loop.wait_event(ready)
+        waited += steps.wait_for(ready, counts=True)
+        torch.cuda._sleep(step * SLEEP_CYCLES // 2)
+    loop.synchronize()
+    part = waited / (time.perf_counter() - started)
+    # The first batch is waited for in any case, and the last two are not told any more.
+    assert part == pytest.approx(max(prepare - step, 0) / max(prepare, step), abs=0.15)
 
 
 @pytest.mark.gpu

@@ -36,15 +36,17 @@ class Joining(ImageDecoder):
         joins: whether it is given several batches at a time.
         fault: called with each file; what it raises is raised.
         skips: the bytes of a file that calls of several batches leave out without a word.
+        streams: calls that are best decoded side by side.
     """
 
     canaries = True
 
-    def __init__(self, *, joins=True, fault=lambda file: None, skips=b""):
+    def __init__(self, *, joins=True, fault=lambda file: None, skips=b"", streams=1):
         super().__init__(torch.device("cpu"))
         self.joins = joins
         self.fault = fault
         self.skips = skips
+        self.streams = streams
         self.calls = []
 
     def decode(self, call, buffer, out):
@@ -156,10 +158,12 @@ def test_results_order_and_draws_are_those_of_single_batches(files, transforms):
     assert together.calls == [1, 2, 4]
 
 
-def test_calls_grow_from_one_batch_to_what_one_call_holds(files):
-    decoder = Joining()
-    run(batches_of(files, count=8), decoder)
+@pytest.mark.parametrize("streams", [1, 3])
+def test_calls_grow_from_one_batch_to_what_one_call_holds(files, streams):
+    decoder = Joining(streams=streams)
+    several, _ = run(batches_of(files, count=8), decoder)
     assert decoder.calls == [1, 2, 4, 1]
+    assert_same(several[:BATCHES], alone(files))
 
 
 def test_no_more_than_eight_batches_are_one_call(files, constants):

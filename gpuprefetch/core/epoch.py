@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from gpuprefetch.core.nested import Batch
 from gpuprefetch.core.resume import Place, Source
 from gpuprefetch.core.stage import Cost, Empty, Stage
 from gpuprefetch.core.stats import Timed
-from gpuprefetch.core.streams import SideStream, handoff, throttle
+from gpuprefetch.core.streams import SideStreams, Steps, handoff
 
 # The default depth is READY batches, or READY times as many as are prepared together, and fewer
 # where they would need more than READY_BYTES. The step of a large batch is long enough to prepare
@@ -191,9 +191,7 @@ class Lookahead:
         self._pace = Pace(depth)
         self._check = check
         self._number = source.place.batches  # of the next batch
-        # Batches take turns on as many as the stage prepares side by side.
-        make = partial(SideStream, stage.device)
-        self._streams = defaultdict(make, {0: make()})
+        self._streams = SideStreams(stage.device)
         self._ready = Ready()
         self._uploads = Uploads()
         # Held while a batch is prepared in the loop, and by the clean-up.
@@ -233,6 +231,7 @@ class Lookahead:
     def _step(self) -> bool:
         """Fetch and prepare a batch, and more with it if they are there; whether any may follow."""
         slot: Slot
+        self._streams.turn(self.stage.streams)
         fetched = self._fetch()
         if isinstance(fetched, Failed):
             slot = fetched
@@ -258,7 +257,7 @@ class Lookahead:
         self._uploads.drop_read()
         batches = [(each.number, each.batch) for each in group if isinstance(each, Fetched)]
         if len(batches) > 1:
-            with self._stream_of(first.number).current():
+            with self._streams.at_hand.current():
                 self.stage.begin_together(batches)
         slot: Slot
         for each in group:
@@ -289,7 +288,7 @@ class Lookahead:
         counts = chooses_depth or self.stage.memory_budget is not None
         cost = self.stage.cost(batch) if counts else None
         self._check(batch)
-        self._stream_of(number).wait_for_loader(batch)
+        self._streams.at_hand.wait_for_loader(batch)
         gathers = self.stage.gathers(batch)
         return Fetched(number, batch, images, state, cost, gathers, time.perf_counter())
 
@@ -306,12 +305,9 @@ class Lookahead:
                 return False
         return len(ready) + self._pace.together <= max(most, self.stage.streams)
 
-    def _stream_of(self, number: int) -> SideStream:
-        return self._streams[number % self.stage.streams]
-
     def _prepare(self, fetched: Fetched, group: object) -> Slot:
         """Prepare a batch; the GPU may read all of its ``group`` if that fails."""
-        stream = self._stream_of(fetched.number)
+        stream = self._streams.at_hand
         number = fetched.number
         try:
             with stream.current():
@@ -320,10 +316,10 @@ class Lookahead:
         except BaseException as error:
             return Failed(number, error, fetched=group)
 
-    def take(self) -> tuple[Slot | None, float]:
+    def take(self) -> tuple[Slot | None, bool]:
         """The next batch, as soon as its work has been queued; None if the epoch was closed.
 
-        Beside it come the seconds that the loop waited for it, if the loader was not late.
+        Beside it comes whether the loop waited for the loader.
         """
         self.place.asked()
         self._user = threading.get_ident()
@@ -335,10 +331,9 @@ class Lookahead:
                     self._step()
         slot = self._ready.take()
         if not isinstance(slot, Prepared):
-            return slot, 0.0
+            return slot, False
         self._uploads.keep(slot)
-        late = slot.fetched.at >= asked  # the loader
-        return slot, 0.0 if late else time.perf_counter() - asked
+        return slot, slot.fetched.at >= asked
 
     def handed_over(self, batch: Fetched) -> None:
         """The loop has the batch: a state that is saved now goes on after it."""
@@ -374,8 +369,7 @@ class Lookahead:
             return False  # a loop without a thread hangs
         try:
             with contextlib.suppress(RuntimeError):  # of a broken context: the next call tells
-                for stream in self._streams.values():
-                    stream.end()  # see Note [Stream handoff], 3
+                self._streams.end()  # see Note [Stream handoff], 3
             self._ready.clear()
             self._uploads.clear()
             self._source.close()
@@ -391,7 +385,7 @@ class Epoch(Iterator[Batch]):
     def __init__(self, lookahead: Lookahead) -> None:
         self._lookahead = lookahead
         self._stats = lookahead.stage.stats
-        self._steps: deque[torch.cuda.Event] = deque()
+        self._steps = Steps(lookahead.device)
         self._last: float | None = None  # time of the previous hand-over
         self._failed = False
         self._given = lookahead.place.batches > 0  # whether the loop has had a batch of the epoch
@@ -455,16 +449,20 @@ class Epoch(Iterator[Batch]):
     def _wait(self) -> Slot | None:
         """Wait for the next slot; count the seconds since the last one."""
         started = time.perf_counter()
-        device = self._lookahead.device
-        ahead = throttle(self._steps, device)
+        self._steps.throttle()
+        asked = time.perf_counter()
         with Timed(self._stats, "wait"):
-            slot, waited = self._lookahead.take()
+            slot, late = self._lookahead.take()
         now = time.perf_counter()
         self._stats.seconds += now - (started if self._last is None else self._last)
-        if self._last is not None and isinstance(slot, Prepared):
-            busy = ahead and waited and not torch.cuda.current_stream(device).query()
-            # Nothing is lost while the GPU has work left.
-            self._lookahead.stage.handed_over(now - self._last, 0.0 if busy else waited)
+        if isinstance(slot, Prepared):
+            waited = now - asked
+            if slot.event is not None:
+                waited = self._steps.wait_for(slot.event, counts=not late)
+            elif late:
+                waited = 0.0
+            if self._last is not None:
+                self._lookahead.stage.handed_over(now - self._last, waited)
         self._last = now
         return slot
 

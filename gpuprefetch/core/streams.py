@@ -38,18 +38,53 @@ def handoff(batch: Batch, ready: torch.cuda.Event, device: torch.device) -> None
             part.record_stream(stream)
 
 
-def throttle(steps: deque[torch.cuda.Event], device: torch.device) -> bool:
-    """Wait until the host is at most RUN_AHEAD ``steps`` ahead of the GPU; whether it had to."""
-    if device.type != "cuda":
-        return False
-    # The loop has waited for the oldest event, which is recorded again.
-    event = steps.popleft() if len(steps) > RUN_AHEAD else torch.cuda.Event(blocking=True)
-    event.record(torch.cuda.current_stream(device))
-    steps.append(event)
-    if len(steps) <= RUN_AHEAD or steps[0].query():
-        return False
-    steps[0].synchronize()
-    return True
+class Steps:
+    """The latest steps of a loop, each from one hand-over to the next; on a CPU none.
+
+    A batch is handed over as soon as its work is queued, so the host hardly waits where decode is
+    slower than the step: the GPU does. It has nothing to do from the end of a step to the moment
+    when the next batch is ready. Events tell both times, once they have passed::
+
+        loop's stream   | step 1 |.............| step 2 |.............| step 3
+        side stream     |   decode of batch 2  |   decode of batch 3  |
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ends: deque[torch.cuda.Event] = deque()  # after the last step, at each hand-over
+        # The end of the step before a batch, and the event after the batch's work.
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def throttle(self) -> None:
+        """Wait until the host is at most RUN_AHEAD steps ahead of the GPU."""
+        if self._device.type != "cuda":
+            return
+        end = _event()
+        end.record(torch.cuda.current_stream(self._device))
+        self._ends.append(end)
+        if len(self._ends) > RUN_AHEAD:
+            self._ends[-1 - RUN_AHEAD].synchronize()
+            while len(self._ends) > RUN_AHEAD:
+                self._ends.popleft()
+
+    def wait_for(self, ready: torch.cuda.Event, *, counts: bool) -> float:
+        """Note what the next step waits for, if it ``counts``.
+
+        Returns:
+            Seconds that the GPU waited before earlier steps, which have begun since the last call.
+        """
+        waited = 0.0
+        while self._waits and all(event.query() for event in self._waits[0]):
+            end, came = self._waits.popleft()
+            waited += max(end.elapsed_time(came), 0.0) / 1e3
+        if counts and self._ends:
+            self._waits.append((self._ends[-1], ready))
+        return waited
+
+
+def _event() -> torch.cuda.Event:
+    """An event that has a time, and for which the host sleeps."""
+    return torch.cuda.Event(enable_timing=True, blocking=True)
 
 
 @scope
@@ -117,7 +152,7 @@ class SideStream:
         """An event after all that has been queued so far."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event(blocking=True)
+        event = _event()
         event.record(self._stream)
         return event
 
@@ -133,6 +168,31 @@ class SideStream:
         if stream is not None:
             stream.synchronize()
             return_stream(stream)
+
+
+class SideStreams:
+    """The streams of one epoch, which groups of batches take in turns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams = [SideStream(device)]
+        self._turns = 0
+
+    @property
+    def at_hand(self) -> SideStream:
+        """That of the group at hand, whose batches are all prepared on it."""
+        return self._streams[self._turns % len(self._streams)]
+
+    def turn(self, count: int) -> None:
+        """Go on to the next group; ``count`` are used from here on, if that is more than before."""
+        while len(self._streams) < count:
+            self._streams.append(SideStream(self._device))
+        self._turns += 1
+
+    def end(self) -> None:
+        """Wait for what is queued on any; other epochs may use them then."""
+        for stream in self._streams:
+            stream.end()
 
 
 def drain(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from gpuprefetch.core.nested import Loader
 from gpuprefetch.core.stats import Stats
 from gpuprefetch.images.decode import DECODERS, ImageDecoder
 from gpuprefetch.images.decoding import Decoding
+from gpuprefetch.images.division import Share
 from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.options import Options
 from gpuprefetch.images.packer import Packer
@@ -48,7 +49,7 @@ def build_stage(
         on_gpu=decoder is not None,
         apply_exif=options.apply_exif,
         origin=Origin(torch.initial_seed() if given is None else given),
-        share=torch.full((1,), share, dtype=torch.float64, device="cpu"),
+        share=Share.in_memory(share),
         finishes=on_cpu and decoder is None,
         late=late,
         programs=programs if (HAS_TRITON or on_cpu) and any(programs) else (),

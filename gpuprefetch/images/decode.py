@@ -138,6 +138,9 @@ class NvjpegDecoder(ImageDecoder):
     """The nvJPEG that TorchCodec brings, called directly: see Note [One call for a batch]."""
 
     overlaps = True
+    # Engines fill and run empty in each call, and a call of CUDA kernels needs as long as its
+    # largest file.
+    joins = True
 
     def missing(self) -> str:
         # Nothing is tried, which would need memory of the GPU: the loader may have no photos.
@@ -167,10 +170,6 @@ class NvjpegDecoder(ImageDecoder):
     @property
     def streams(self) -> int:  # type: ignore[override]
         return 1 if nvjpeg.has_engines(self.device) else 3
-
-    @property
-    def joins(self) -> bool:  # type: ignore[override]
-        return nvjpeg.has_engines(self.device)  # they fill and run empty in each call
 
     def decode(self, call: Call, buffer: torch.Tensor, out: torch.Tensor) -> None:
         self.decode_together([(call, buffer, out)])

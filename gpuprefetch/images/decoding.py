@@ -44,12 +44,8 @@ class Decoding:
 
     @property
     def joins(self) -> bool:
-        """Whether several batches may be decoded in one call, which needs memory for all of them.
-
-        Not before the first decode, which shows whether the GPU has engines.
-        """
-        fits = self.memory_budget is None and self.streams == 1
-        return fits and self.decoder is not None and self.decoder.joins
+        """Whether one call may decode several batches; it needs memory for all of them."""
+        return self.memory_budget is None and self.decoder is not None and self.decoder.joins
 
     @property
     def copies(self) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from gpuprefetch.images.headers import Headers
 from gpuprefetch.transforms.head import Head
@@ -14,6 +16,11 @@ from gpuprefetch.transforms.reference import Doubles, Ints
 from gpuprefetch.transforms.sampling import areas
 
 Flags = npt.NDArray[np.bool_]
+
+# The fewest files of a batch that are left to CUDA kernels. nvJPEG has one core decode a call of 50
+# files or fewer: 36 of ImageNet's photos needed 142 ms, and 56 of them 63 (an H200). A call is of
+# plan.TOGETHER batches at most.
+LEAST_FOR_KERNELS = 7
 
 # The GPU resamples a decoded image if this has at most so many pixels for each pixel of the result:
 # copying them costs less of a core than resampling them.
@@ -30,26 +37,52 @@ DIVIDED = 24
 _MIRRORED = np.array([(False, False), (False, True), (True, True), (True, False)] * 2)
 
 
+class Share(NamedTuple):
+    """Which of a batch's files, of those that the GPU could decode, are left to the worker."""
+
+    part: float  # 0 to 1
+    by_kernels: bool = False  # whether CUDA kernels decode the others, as without engines
+
+    @staticmethod
+    def in_memory(part: float) -> torch.Tensor:
+        """``(2,)`` float64, to be shared with the workers, of engines at first."""
+        return torch.tensor([part, False], dtype=torch.float64, device="cpu")
+
+    @classmethod
+    def of(cls, shared: torch.Tensor) -> Share:
+        part, by_kernels = shared.tolist()
+        return cls(part, bool(by_kernels))
+
+    def of_files(self, files: Ints) -> Ints:
+        """The positions of the files to decode; ``files`` ``(N,)`` are their bytes.
+
+        Engines need about as long for each file, and a core in proportion to its size: the smallest
+        30 % of ImageNet's files are 12 % of the cores' work. So the worker has the smallest files.
+        Kernels decode the files of a call side by side, each with few threads, and a call needs as
+        long as its largest file: 144 of 97 KB or less needed 15 ms, and 144 of up to 317 KB 67 (an
+        H200). So the worker has the largest files, and all where too few would be left.
+        """
+        count = int(self.part * len(files) + 0.5)
+        if self.by_kernels and count and len(files) - count < LEAST_FOR_KERNELS:
+            count = len(files)
+        return np.argsort(-files if self.by_kernels else files, kind="stable")[:count]
+
+
 def divide(
-    headers: Headers, files: Ints, share: float, *, on_gpu: bool, keeps_sizes: bool
+    headers: Headers, files: Ints, share: Share, *, on_gpu: bool, keeps_sizes: bool
 ) -> Flags:
     """``(N,)``, which images the worker decodes: what the GPU cannot decode, and a share.
-
-    The share is made of the smallest files. A file costs the GPU about the same whatever its size,
-    and a core in proportion to its size: the smallest 30 % of ImageNet's files are 12 % of the
-    cores' work.
 
     Args:
         headers: of the images.
         files: ``(N,)``, their bytes.
-        share: the part of the images that the GPU could decode.
+        share: of the files that the GPU could decode.
         on_gpu: whether there is a decoder on the GPU.
         keeps_sizes: whether there is no sampling, which could turn a picture upright.
     """
     ours = ~(headers.for_gpu & on_gpu)
     for_gpu = np.flatnonzero(~ours)
-    count = int(share * len(for_gpu) + 0.5)
-    ours[for_gpu[np.argsort(files[for_gpu], kind="stable")[:count]]] = True
+    ours[for_gpu[share.of_files(files[for_gpu])]] = True
     if keeps_sizes:
         ours |= headers.orientation != 1
     return ours & headers.whole

@@ -367,6 +367,8 @@ class ImageJob(PendingImages):
                 orders.append((part.call, job.images.buffer.tensor, job._copy_pixels(part, flat)))
             with refusals(sum(sizes), decoding.device):
                 decoder.decode_together(orders)
+            if decoding.learn(decoder.streams):
+                jobs[0]._learned()
         with Timed(decoding.stats, "resample"):
             for job, flat in zip(jobs, flats, strict=True):
                 job._launch(0, flat, checked=checked)

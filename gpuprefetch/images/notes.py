@@ -12,6 +12,7 @@ from typing import NamedTuple
 from gpuprefetch.core.nested import Batch, objects
 from gpuprefetch.core.resume import Place
 from gpuprefetch.core.samplers import Key
+from gpuprefetch.images.division import Share
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.prepared import PreparedImages, is_encoded
 from gpuprefetch.images.samples import own_name
@@ -40,7 +41,7 @@ class Notes:
     rank: int = 0  # of this process
     by_sampler: bool = True  # whether the sampler notes the batches; else receive() does
     place: Place = field(default_factory=lambda: Place(0))  # of the epoch
-    shares: dict[int, float] = field(default_factory=dict)  # of the workers, by number of the batch
+    shares: dict[int, Share] = field(default_factory=dict)  # of the workers, by number of the batch
     # The latest that the sampler gave. The last ones are ahead of the loop.
     batches: deque[Noted] = field(default_factory=lambda: deque(maxlen=MOST))
     given: int = 0  # how many there were

@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 
 from gpuprefetch.core.nested import objects, select
 from gpuprefetch.images.bad import name_of
-from gpuprefetch.images.division import Made, divide, of_stored, what_to_make
+from gpuprefetch.images.division import Made, Share, divide, of_stored, what_to_make
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.header import ImageHeader, blank, decode_cpu
 from gpuprefetch.images.headers import Headers, remark_on_clipped
@@ -86,7 +86,7 @@ class Packer:
     on_gpu: bool  # whether baseline JPEGs are left to the GPU
     apply_exif: bool
     origin: Origin  # of random parameters
-    share: torch.Tensor  # (1,) in shared memory, which part of the baseline JPEGs is decoded here
+    share: torch.Tensor  # of Share.in_memory(): which of the baseline JPEGs are decoded here
     # Whether the fused transforms run here, as without a GPU. A worker runs them in one thread. In
     # the loop's process many threads would compete with the workers for the cores.
     finishes: bool = False
@@ -162,7 +162,7 @@ class Packer:
         headers: Headers,
         rows: Sequence[Doubles | None],
         who: Identities,
-        share: float,
+        share: Share,
     ) -> tuple[PackedImages, float]:
         """Decode a share of the images, and pack all; the seconds of decoding, too."""
         files = np.array([len(image.data) for image in images])
@@ -356,7 +356,7 @@ class Packing:
         self._packer = packer
         self._samples = BatchSamples() if samples is None else samples
         self._following = following
-        self._share = float(packer.share)  # read once: the balancer may change it meanwhile
+        self._share = Share.of(packer.share)  # read once: the balancer may change it meanwhile
 
     def __call__(self, images: Sequence[EncodedImage]) -> PreparedImages:
         """Prepare the images of a call: read headers, sample, decode a share, pack all, plan."""

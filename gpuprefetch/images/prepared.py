@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from gpuprefetch.images.bad import name_of
+from gpuprefetch.images.division import Share
 from gpuprefetch.images.encoded import EncodedImage, EncodedImages
 from gpuprefetch.images.fate import Fate
 from gpuprefetch.images.guard import Encoded
@@ -161,7 +162,7 @@ class Identities:
 class Report:
     """What a worker reports about a batch."""
 
-    share: float  # which part of the baseline JPEGs it was to decode
+    share: Share  # of the baseline JPEGs, which it was to decode
     counts: dict[str, float] = field(default_factory=dict)  # what to add to the counters of Stats
     # What the user should know, kind -> text. The training process warns once of each kind: a
     # worker's own warnings end in its stderr.

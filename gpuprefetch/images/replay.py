@@ -14,6 +14,7 @@ from gpuprefetch.core.samplers import Key
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.collate import encoded_leaves
+from gpuprefetch.images.division import Share
 from gpuprefetch.images.loading import has_keys
 from gpuprefetch.images.notes import Noted, Notes
 from gpuprefetch.images.once import apart_from_epochs, carry_out, collated, read_samples
@@ -90,11 +91,12 @@ def _packer_of(loader: TorchLoader, pipeline: Pipeline, notes: Notes, number: in
             f"which images of batch {number} the workers decoded is not known: it came before "
             'load_state_dict(). cpu_share="auto" varies; give it a number.'
         )
-    share = notes.shares.get(number, float(pipeline.packer.share))
+    pipeline.decide_share()
+    share = notes.shares.get(number, Share.of(pipeline.packer.share))
     return replace(
         pipeline.packer,
         origin=Origin(notes.seed, notes.place.epoch),
-        share=torch.tensor([share], dtype=torch.float64, device="cpu"),
+        share=torch.tensor(share, dtype=torch.float64, device="cpu"),
         rank=sampling_rank(loader),
     )
 

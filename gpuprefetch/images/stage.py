@@ -197,6 +197,15 @@ class Pipeline:
         with Timed(self.stats, "resample"):
             return moved, jobs, [part for job in jobs for part in job.begin(limit)]
 
+    def decide_share(self) -> None:
+        """Before workers start: a share that is given means the same files from the first batch."""
+        balancer = self.balancer
+        decoder = self.decoding.decoder
+        if balancer is None or decoder is None or not balancer.chosen or not 0 < balancer.value < 1:
+            return
+        if decoder.streams > 1:
+            balancer.leave_to_kernels()
+
     def learned(self) -> None:
         """Let idle cores decode as well: the GPU has no engines, and CUDA kernels decode."""
         if self.balancer is not None:

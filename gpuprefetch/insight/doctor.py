@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 import timeit
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,7 +22,7 @@ from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.nested import Batch, Loader, tensors, to_device
 from gpuprefetch.core.report import Bar as Progress
 from gpuprefetch.core.report import Printed, columns, progress
-from gpuprefetch.core.streams import throttle
+from gpuprefetch.core.streams import Steps
 from gpuprefetch.images.share import usable_cores
 from gpuprefetch.images.stage import count_images
 from gpuprefetch.insight.bars import Bar, Part, draw_bars
@@ -443,10 +442,10 @@ class _Clinic:
     ) -> _Taken:
         """Take batches until there is ``enough``, by steps and seconds."""
         taken = _Taken()
-        queued: deque[torch.cuda.Event] = deque()
+        steps = Steps(self.device)
         started = time.perf_counter()
         while not enough(taken.steps, time.perf_counter() - started):
-            throttle(queued, self.device)
+            steps.throttle()
             self.bar.update(0)  # it may be time for a line
             asked = time.perf_counter()
             latest = next(batches)
