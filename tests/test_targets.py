@@ -31,6 +31,7 @@ from gpuprefetch import (
 )
 from gpuprefetch.images.collate import HostStage
 from gpuprefetch.images.columns import Owners, fate, mark
+from gpuprefetch.images.division import Share
 from gpuprefetch.images.fate import Fate
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.samples import Origin
@@ -405,7 +406,7 @@ def test_targets_are_the_same_whoever_decodes(exif):
     dataset = Squares(8, upright=exif)
     results = []
     for on_gpu, share in [(True, 0.0), (True, 0.5), (True, 1.0), (False, 0.0)]:
-        packer = Packer((head,), on_gpu, exif, Origin(SEED), torch.tensor([share]))
+        packer = Packer((head,), on_gpu, exif, Origin(SEED), Share.in_memory(share))
         images, targets = HostStage(zipped, packer)([dataset[i] for i in range(8)])
         assert images.decoded.sum() == 8 if share == 1 or not on_gpu else images.decoded.sum() < 8
         results.append(targets)
