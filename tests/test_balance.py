@@ -226,7 +226,7 @@ def test_without_engines_idle_cores_decode_from_the_start_and_may_stop(memory_bu
     assert decoding.learn(3)
     stage.learned()
     assert balancer.value == pytest.approx(8 / 38)  # eight workers beside what decodes as thirty
-    assert Share.of(balancer.share).by_kernels
+    assert Share.of(balancer.share).least == 51  # this decoder takes a batch at a time
     assert decoding.streams == (3 if memory_budget is None else 1)
     balancer.share[0] = 0.0  # as where the workers were late
     assert not decoding.learn(3)

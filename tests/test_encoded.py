@@ -257,11 +257,11 @@ def test_validation_pixels_are_torchvisions(photo_folder, device, exif, share, l
         assert off.max() <= 1.5 or device.type == "cuda"
 
 
-def packed(files, transforms, *, share=0.0, by_kernels=False, on_gpu=True, exif=False):
+def packed(files, transforms, *, share=0.0, least=0, on_gpu=True, exif=False):
     """A batch as a worker prepares it."""
     head = read_for_tensors(transforms).head
     shared = Share.in_memory(share)
-    shared[1] = by_kernels
+    shared[1] = least
     return Packing(Packer((head,), on_gpu, exif, Origin(7), shared))(files)
 
 
@@ -345,23 +345,22 @@ def test_large_photos_that_are_decoded_as_a_whole(resize, options, orientation, 
     assert torch.equal(ready, want)
 
 
-@pytest.mark.parametrize("by_kernels", [False, True])
-def test_workers_take_the_smallest_files_and_the_largest_without_engines(photo_folder, by_kernels):
+@pytest.mark.parametrize("least", [0, 2])
+def test_workers_take_the_smallest_files_and_the_largest_without_engines(photo_folder, least):
     files = files_of(photo_folder)
     left = ~packed(files, [Resize((16, 16))]).decoded
-    options = {"share": 0.25, "by_kernels": by_kernels}
-    taken = packed(files, [Resize((16, 16))], **options).decoded & left
+    taken = packed(files, [Resize((16, 16))], share=0.25, least=least).decoded & left
     weights = np.array([len(file.data) for file in files])
     assert taken.sum() == round(0.25 * left.sum())
     mine, others = weights[taken], weights[left & ~taken]
-    assert mine.min() >= others.max() if by_kernels else mine.max() <= others.min()
+    assert mine.min() >= others.max() if least else mine.max() <= others.min()
 
 
 @pytest.mark.parametrize(("share", "left"), [(0.0, 9), (0.2, 7), (0.3, 0)])
 def test_no_few_files_are_left_to_cuda_kernels(share, left):
     photos = [pictures.draw(60 + i, 50, seed=i) for i in range(9)]
     files = [EncodedImage(pictures.encode(each, "JPEG"), i) for i, each in enumerate(photos)]
-    found = packed(files, [Resize((16, 16))], share=share, by_kernels=True)
+    found = packed(files, [Resize((16, 16))], share=share, least=7)
     assert (~found.decoded).sum() == left
     assert (~packed(files, [Resize((16, 16))], share=share).decoded).sum() == max(left, 6)
 

@@ -127,12 +127,12 @@ def test_a_batch_of_a_loop_in_inference_mode_may_be_trained_with(photo_folder, d
         assert weight.grad is not None
 
 
-@pytest.mark.parametrize("by_kernels", [False, True])
-def test_the_share_of_the_workers_is_that_of_the_batch(photo_folder, device, by_kernels):
+@pytest.mark.parametrize("least", [0, 2])
+def test_the_share_of_the_workers_is_that_of_the_batch(photo_folder, device, least):
     prefetcher = prefetcher_of(Numbered(photo_folder), device, seed=4)
     share = prefetcher._pipeline.packer.share
     share[0] = 0.6  # as the balancer had it then
-    share[1] = by_kernels
+    share[1] = least
     seen = epoch_of(prefetcher)
     share.zero_()
     assert_replayed(prefetcher, seen, samples=range(0, 24, 3))

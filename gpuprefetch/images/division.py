@@ -17,10 +17,9 @@ from gpuprefetch.transforms.sampling import areas
 
 Flags = npt.NDArray[np.bool_]
 
-# The fewest files of a batch that are left to CUDA kernels. nvJPEG has one core decode a call of 50
-# files or fewer: 36 of ImageNet's photos needed 142 ms, and 56 of them 63 (an H200). A call is of
-# plan.TOGETHER batches at most.
-LEAST_FOR_KERNELS = 7
+# Without engines nvJPEG decodes a call of so many files with CUDA kernels, and one of fewer files
+# with a single core: 36 of ImageNet's photos needed 142 ms, and 56 of them 63 (an H200).
+LEAST_FOR_KERNELS = 51
 
 # The GPU resamples a decoded image if this has at most so many pixels for each pixel of the result:
 # copying them costs less of a core than resampling them.
@@ -41,17 +40,18 @@ class Share(NamedTuple):
     """Which of a batch's files, of those that the GPU could decode, are left to the worker."""
 
     part: float  # 0 to 1
-    by_kernels: bool = False  # whether CUDA kernels decode the others, as without engines
+    # Where there are no engines: the fewest others that are left to CUDA kernels. Else 0.
+    least: int = 0
 
     @staticmethod
     def in_memory(part: float) -> torch.Tensor:
         """``(2,)`` float64, to be shared with the workers, of engines at first."""
-        return torch.tensor([part, False], dtype=torch.float64, device="cpu")
+        return torch.tensor([part, 0], dtype=torch.float64, device="cpu")
 
     @classmethod
     def of(cls, shared: torch.Tensor) -> Share:
-        part, by_kernels = shared.tolist()
-        return cls(part, bool(by_kernels))
+        part, least = shared.tolist()
+        return cls(part, int(least))
 
     def of_files(self, files: Ints) -> Ints:
         """The positions of the files to decode; ``files`` ``(N,)`` are their bytes.
@@ -63,9 +63,9 @@ class Share(NamedTuple):
         H200). So the worker has the largest files, and all where too few would be left.
         """
         count = int(self.part * len(files) + 0.5)
-        if self.by_kernels and count and len(files) - count < LEAST_FOR_KERNELS:
+        if count and len(files) - count < self.least:
             count = len(files)
-        return np.argsort(-files if self.by_kernels else files, kind="stable")[:count]
+        return np.argsort(-files if self.least else files, kind="stable")[:count]
 
 
 def divide(

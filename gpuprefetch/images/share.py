@@ -156,16 +156,16 @@ class Balancer:
     def value(self) -> float:
         return float(self.share[0])
 
-    def start_without_engines(self) -> None:
+    def start_without_engines(self, least: int) -> None:
         """CUDA kernels decode: have the idle cores decode from the start, unless the user chose."""
         if not self.chosen:
-            self.leave_to_kernels()
+            self.leave_to_kernels(least)
         if not self.fixed and not self.value:
             self._set(self._spare / (self._spare + CUDA_AS_CORES))
 
-    def leave_to_kernels(self) -> None:
-        """Have the workers take the files that are slow in CUDA kernels."""
-        self.share.numpy()[1] = True
+    def leave_to_kernels(self, least: int) -> None:
+        """Have the workers take the files that are slow in CUDA kernels: see :class:`Share`."""
+        self.share.numpy()[1] = least
 
     def begin(self) -> None:
         """Leave out the first batches of an epoch, which are always late."""

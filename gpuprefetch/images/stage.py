@@ -17,6 +17,7 @@ from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImageError
 from gpuprefetch.images.collate import encoded_leaves, pack_lists
 from gpuprefetch.images.decoding import Decoding
+from gpuprefetch.images.division import LEAST_FOR_KERNELS
 from gpuprefetch.images.finish import finish
 from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
@@ -204,12 +205,17 @@ class Pipeline:
         if balancer is None or decoder is None or not balancer.chosen or not 0 < balancer.value < 1:
             return
         if decoder.streams > 1:
-            balancer.leave_to_kernels()
+            balancer.leave_to_kernels(self._least)
+
+    @property
+    def _least(self) -> int:
+        """The fewest files of a batch that make a call for CUDA kernels, with those of others."""
+        return -(-LEAST_FOR_KERNELS // (TOGETHER if self.decoding.joins else 1))
 
     def learned(self) -> None:
         """Let idle cores decode as well: the GPU has no engines, and CUDA kernels decode."""
         if self.balancer is not None:
-            self.balancer.start_without_engines()
+            self.balancer.start_without_engines(self._least)
 
     def _finish(self, batch: Batch, jobs: list[ImageJob], seed: int) -> Batch:
         for job in jobs:
