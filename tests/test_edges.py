@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 from collections import namedtuple
 
@@ -233,6 +234,22 @@ def test_workers_live_on_where_nothing_can_have_changed(photo_folder):
     del prefetcher
     gc.collect()
     until(lambda: not alive())
+    until(lambda: not [each for each in threading.enumerate() if each.name == "gpuprefetch-idle"])
+
+
+def test_workers_end_with_the_epoch_where_no_thread_can_watch_them(photo_folder, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "gpuprefetch-idle":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), persistent=False)
+    for _ in range(2):
+        assert len([*prefetcher]) == 6
+        until(lambda: not alive())
 
 
 # --- What changes in place, and what only looks equal ---

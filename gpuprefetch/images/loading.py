@@ -364,14 +364,25 @@ class LivingWorkers:
                 return
         self._drop_waiting()
         with self._lock:
+            if kept and not self._is_watched:
+                try:
+                    self._watch()
+                except RuntimeError:  # there can be no more threads: the workers end with the epoch
+                    return
+                self._is_watched = True
             self._waiting = Waiting(now, ahead)
             self._idle_from = time.monotonic()
-            if kept and not self._is_watched:
-                watch = threading.Thread(
-                    target=_end_idle, args=[weakref.ref(self)], name="gpuprefetch-idle", daemon=True
-                )
-                watch.start()
-                self._is_watched = True
+
+    def _watch(self) -> None:
+        """Have a thread that ends workers which wait for an epoch in vain."""
+        dropped = threading.Event()
+        weakref.finalize(self, dropped.set).atexit = False
+        threading.Thread(
+            target=_end_idle,
+            args=[weakref.ref(self), dropped],
+            name="gpuprefetch-idle",
+            daemon=True,
+        ).start()
 
     def _take_waiting(self, loader: TorchLoader, seed: int, epoch: int) -> Waiting | None:
         """The workers that wait, if they serve the epoch that begins; its batches are ahead."""
@@ -454,14 +465,13 @@ def _read(begun: Begun, forecast: Forecast, notes: Notes, epoch: int) -> Ahead |
     return Ahead(epoch, forecast, batches, notes)
 
 
-def _end_idle(workers: weakref.ref[LivingWorkers]) -> None:
+def _end_idle(workers: weakref.ref[LivingWorkers], dropped: threading.Event) -> None:
     """Wait until workers that live on have been idle for long, or serve an epoch, or are gone."""
     left: float | None = IDLE_SECONDS
-    while left is not None:
-        time.sleep(left)
+    while left is not None and not dropped.wait(left):
         living = workers()
         left = None if living is None else living.end_idle()
-        del living  # not kept while this sleeps
+        del living  # not kept while this waits
 
 
 def _shared(packer: Packer, seed: int, epoch: int) -> Packer:
