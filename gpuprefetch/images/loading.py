@@ -348,7 +348,7 @@ class LivingWorkers:
         if kept and not (begun.is_as_it_was(loader) and _has_room()):
             return
         dataset = begun.dataset
-        if dataset is None or dataset != Steady.as_it_is(loader.dataset):
+        if not kept and dataset != Steady.as_it_is(loader.dataset):
             dataset = Steady.of(loader.dataset) if reads_alone(loader, begun.packer) else None
         if dataset is None:
             return
