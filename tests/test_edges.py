@@ -3,15 +3,29 @@
 import functools
 import gc
 import multiprocessing
+import os
 import shutil
+import signal
+import threading
 import time
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
+from children import Child
 from fakes import until
 from PIL import Image
-from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, Sampler, Subset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+)
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -220,6 +234,205 @@ def test_workers_live_on_where_nothing_can_have_changed(photo_folder):
     del prefetcher
     gc.collect()
     until(lambda: not alive())
+    until(lambda: not [each for each in threading.enumerate() if each.name == "gpuprefetch-idle"])
+
+
+def test_workers_end_with_the_epoch_where_no_thread_can_watch_them(photo_folder, monkeypatch):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "gpuprefetch-idle":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), persistent=False)
+    for _ in range(2):
+        assert len([*prefetcher]) == 6
+        until(lambda: not alive())
+
+
+# --- What changes in place, and what only looks equal ---
+
+
+def seen_with(change, make, kind, **options):
+    """What a loop sees of a dataset of a class of folders that ``change`` is called with."""
+    torch.manual_seed(5)
+    dataset = make(kind)
+    prefetcher = prefetcher_of(dataset, False, **options)
+    batches = []
+    for epoch in range(3):
+        batches += [(images.clone(), targets) for images, targets in prefetcher]
+        change(dataset, epoch)
+    return batches, []
+
+
+def given_targets(dataset, make):
+    samples = [(path, make(number)) for number, (path, _) in enumerate(dataset.samples)]
+    dataset.samples = samples
+    return dataset
+
+
+def add_to_targets(dataset, epoch):
+    for _, target in dataset.samples:
+        target += 1
+
+
+def make_other_arrays(dataset, epoch):
+    given_targets(dataset, lambda number: np.array([epoch, number]))
+
+
+TARGETS = {
+    "arrays": (lambda number: np.array([0, number]), add_to_targets),
+    "tensors": (lambda number: torch.tensor([0, number]), add_to_targets),
+    "other arrays": (int, make_other_arrays),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_that_change_in_place_are_seen(photo_folder, name):
+    target, change = TARGETS[name]
+
+    def make(kind):
+        return given_targets(kind(photo_folder), target)
+
+    ahead = seen_with(change, make, EncodedImageFolder)
+    assert_same(ahead, seen_with(change, make, Own, num_workers=0))
+
+
+def test_indices_that_change_in_place_are_seen(photo_folder):
+    def make(kind):
+        indices = torch.arange(20)
+        subset = Subset(kind(photo_folder), list(indices))  # which share the memory of the tensor
+        subset.all_indices = indices
+        return subset
+
+    def turn(subset, epoch):
+        subset.all_indices.copy_(subset.all_indices.flip(0))
+
+    ahead = seen_with(turn, make, EncodedImageFolder)
+    assert_same(ahead, seen_with(turn, make, Own, num_workers=0))
+
+
+class Limited(EncodedImageFolder):
+    """Says itself how long it is."""
+
+    limit = 8
+
+    def __len__(self):
+        return self.limit
+
+
+class OwnLimited(Limited):
+    def __getitem__(self, index):
+        return super().__getitem__(index)
+
+
+def test_a_length_of_the_datasets_own_is_seen(photo_folder):
+    def grow(dataset, epoch):
+        dataset.limit += 4
+
+    def make(kind):
+        return kind(photo_folder)
+
+    assert_same(seen_with(grow, make, Limited), seen_with(grow, make, OwnLimited, num_workers=0))
+
+
+@pytest.mark.parametrize("sampler", [SequentialSampler, RandomSampler])
+def test_a_list_that_a_sampler_is_over_may_grow(photo_folder, sampler):
+    def make(kind):
+        return kind(photo_folder)
+
+    def seen_of(kind, workers):
+        pool = [*range(8)]
+        options = {"sampler": sampler(pool), "shuffle": None, "num_workers": workers}
+        return seen_with(lambda *_: pool.extend(range(4)), make, kind, **options)
+
+    assert_same(seen_of(EncodedImageFolder, 2), seen_of(Own, 0))
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_rank_that_is_known_late_counts(photo_folder, persistent, monkeypatch):
+    def tell_rank(prefetcher, epoch):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", "1")
+
+    options = {"shuffle": False, "epochs": 2}
+    early = seen(EncodedImageFolder(photo_folder), persistent, tell_rank, **options)
+    monkeypatch.undo()
+    late = seen(Own(photo_folder), False, tell_rank, **options, num_workers=0)
+    assert_same((early[0], []), (late[0], []))
+
+
+# --- What becomes of workers that wait ---
+
+
+def interrupt(prefetcher, epoch):
+    """As Ctrl-C in a terminal, which ends workers without a word."""
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGINT)
+        worker.join()
+
+
+@pytest.mark.forks("another start method of Python's takes the signal")
+def test_workers_that_have_died_are_replaced(photo_folder):
+    ahead = seen(EncodedImageFolder(photo_folder), False, interrupt)
+    assert_same(ahead, seen(Own(photo_folder), False, interrupt, num_workers=0))
+
+
+def loop_and_tell(prefetcher, told):
+    told.put([targets.tolist() for _, targets in prefetcher])
+
+
+@pytest.mark.forks("that is what this is about")
+def test_a_forked_process_leaves_the_workers_to_its_parent(photo_folder):
+    told = []
+
+    def fork(prefetcher, epoch):
+        context = multiprocessing.get_context("fork")
+        queue = context.SimpleQueue()
+        child = context.Process(target=loop_and_tell, args=(prefetcher, queue))
+        child.start()
+        told.append(queue.get())
+        child.join()
+
+    ahead = seen(EncodedImageFolder(photo_folder), False, fork)
+    as_ever = seen(Own(photo_folder), False, lambda *_: None, num_workers=0)
+    assert_same(ahead, as_ever)
+    assert told[0] == [targets.tolist() for _, targets in ahead[0][6:12]]  # from its start
+
+
+FORKS_AND_ENDS = """
+import os, sys
+from torch.utils.data import DataLoader
+from gpuprefetch import CenterCrop, DataPrefetcher, EncodedImageFolder
+
+loader = DataLoader(EncodedImageFolder(sys.argv[1]), 4, num_workers=2)
+prefetcher = DataPrefetcher(loader, transforms=[CenterCrop(16)], device="cpu")
+for epoch in range(3):
+    print(sum(len(targets) for _, targets in prefetcher), flush=True)
+    if not (child := os.fork()):
+        sys.exit()
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.forks("that is what this is about")
+def test_the_end_of_a_forked_process_leaves_the_workers_alone(photo_folder):
+    written, errors = Child(FORKS_AND_ENDS, str(photo_folder)).communicate()
+    assert written == "24\n" * 3, errors
+
+
+def test_a_loop_that_is_left_keeps_no_batches(photo_folder):
+    prefetcher = prefetcher_of(EncodedImageFolder(photo_folder), False)
+    for _ in range(2):
+        iterator = iter(prefetcher)
+        next(iterator)
+        iterator.close()
+        gc.collect()
+        left = [each for each in gc.get_objects() if type(each) is _MultiProcessingDataLoaderIter]
+        assert not left
+        del iterator
 
 
 def add_one(target):

@@ -427,6 +427,30 @@ def test_bad_files_are_left_out_or_replaced():
             list(prefetcher_of(numbered([b"a", b"b"]), on_error="skip", **options))
 
 
+@pytest.mark.parametrize("transforms", [DETECTION, None])
+def test_a_replacement_shares_no_memory_with_what_it_stands_for(transforms):
+    """A loop may change any image, array or target of a batch in place."""
+    files = [FILES[0], b"none", FILES[7][:500], FILES[3]]
+    samples = [
+        (image, {"area": torch.tensor([float(number)]), "sizes": np.array([number]), "tags": ["a"]})
+        for image, number in numbered(files)
+    ]
+    options = {"on_error": "replace", "collate_fn": zipped, "transforms": transforms}
+    ((images, targets),) = prefetcher_of(samples, **options)
+    assert equal(images[1:3], [images[3]] * 2)
+    assert [target["area"].item() for target in targets] == [0, 3, 3, 3]
+    kept = [image.clone() for image in images]
+    for image, target in zip(images, targets, strict=True):
+        image += 1
+        target["area"] += 1
+        target["sizes"] += 1
+        target["tags"].append("b")
+    assert equal(images, [image + 1 for image in kept])
+    assert [target["area"].item() for target in targets] == [1, 4, 4, 4]
+    assert [target["sizes"].item() for target in targets] == [1, 4, 4, 4]
+    assert [target["tags"] for target in targets] == [["a", "b"]] * 4
+
+
 def test_a_damaged_header_costs_no_memory():
     """A picture of 40,000 x 40,000 pixels would need 19 GB in a list of floats."""
     png = FILES[0]

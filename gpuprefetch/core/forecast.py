@@ -14,7 +14,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from gpuprefetch.core.loaders import TorchLoader
+from gpuprefetch.core.loaders import TorchLoader, length_of
 
 Facts: TypeAlias = dict[str, object]
 # Seeds that samplers and loaders may draw between two epochs: those of validation, for one.
@@ -157,8 +157,13 @@ class Forecast:
 
 
 def _facts(sampler: object) -> Facts:
-    """What the order of a sampler depends on, but for the number of the epoch."""
-    return facts_of(sampler, without=frozenset({"epoch"}))
+    """What the order of a sampler depends on, but for the number of the epoch.
+
+    What a sampler is over may be no part of the dataset, and be longer from one epoch to the next.
+    """
+    source = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
+    facts = facts_of(sampler, without=frozenset({"epoch"}))
+    return facts | {"length of the source": length_of(source)}
 
 
 def is_known(loader: TorchLoader) -> bool:

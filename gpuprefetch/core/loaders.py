@@ -46,11 +46,16 @@ def kind(loader: Loader) -> str:
     return f"{shared}{batch_size=}, {generators} generators and {own} state of its own"
 
 
+def length_of(dataset: object) -> int | None:
+    """How many samples a dataset has, or whatever a sampler is over; None if it does not say so."""
+    with suppress(Exception):  # whatever its __len__ raises
+        return len(dataset)  # type: ignore[arg-type]
+    return None
+
+
 def length_of_dataset(loader: Loader) -> int | None:
     """How many samples a map-style dataset has, if it says so."""
-    with suppress(Exception):  # whatever its __len__ raises
-        return None if is_stream(loader) else len(getattr(loader, "dataset", None))  # type: ignore[arg-type]
-    return None
+    return None if is_stream(loader) else length_of(attribute(loader, "dataset"))
 
 
 def loader_within(loader: Loader) -> Loader:

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -73,6 +74,17 @@ def map_leaves(fn: Callable[[Leaf], Leaf], batch: Batch, is_leaf: IsLeaf = None)
     for name, value in zip(_fields(batch), values, strict=True):
         object.__setattr__(clone, name, value)  # also of frozen and slotted dataclasses
     return clone
+
+
+def copied(batch: Batch) -> Batch:
+    """The same structure with tensors and arrays of its own: either may be changed in place."""
+
+    def copy_leaf(leaf: Leaf) -> Leaf:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.clone()
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return map_leaves(copy_leaf, batch)
 
 
 def _rebuild_mapping(batch: Mapping[Any, Batch], items: dict[Any, Batch]) -> Batch:

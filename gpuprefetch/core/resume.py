@@ -293,12 +293,13 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
     def close(self) -> None:
         """Shut down the workers, unless they are persistent and serve more epochs."""
         iterator = self._iterator
+        loader = self._loader
         self._iterator = iter(())
         self._loader = None
         self._first = []
         persistent = getattr(iterator, "_persistent_workers", True)
         if self._own_workers or not (persistent and self._live_on()):
-            shut_down(iterator)
+            shut_down(iterator, loader)
 
 
 def _can_cut_sampler(loader: Loader) -> bool:

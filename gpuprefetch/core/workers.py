@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partialmethod
-from multiprocessing import parent_process
+from multiprocessing import parent_process, process
 from multiprocessing.connection import wait
 from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
 
 from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gpuprefetch.core.errors import add_note, text_of
 
@@ -58,10 +60,10 @@ def _end_with_main() -> None:
     os._exit(1)
 
 
-def gone(iterator: object) -> list[int]:
-    """The workers of a loader's iterator that have ended, or do so at this moment."""
+def gone(iterator: object, patience: float = 1.0) -> list[int]:
+    """The workers of a loader's iterator that have ended, or do so within ``patience`` seconds."""
     workers = {worker.sentinel: worker.pid for worker in getattr(iterator, "_workers", ())}
-    return [workers[sentinel] for sentinel in wait([*workers], timeout=1.0)] if workers else []
+    return [workers[sentinel] for sentinel in wait([*workers], patience)] if workers else []
 
 
 def at_hand(iterator: object) -> bool:
@@ -83,13 +85,25 @@ def at_hand(iterator: object) -> bool:
         return any(isinstance(item, tuple) and item[0] == expected for item in arrived.queue)
 
 
-def shut_down(iterator: object) -> None:
+def shut_down(iterator: object, loader: object) -> None:
     """End the workers of a loader's iterator, if it has any.
 
     Not left to the garbage collector: an exception from a worker is in a cycle with the iterator.
-    Collected with its queues, that waits 5 s for each worker in vain.
+    Collected with its queues, that waits 5 s for each worker in vain. A loader whose workers live
+    on keeps its iterator, which holds batches that nobody has taken.
     """
     getattr(iterator, "_shutdown_workers", lambda: None)()
+    if isinstance(loader, DataLoader) and loader._iterator is iterator:
+        vars(loader)["_iterator"] = None
+
+
+def disown(iterator: object) -> None:
+    """Let this forked process collect an iterator, and end, without ending its parent's workers."""
+    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+        return
+    vars(iterator)["_shutdown"] = True
+    for worker in iterator._workers:
+        process._children.discard(worker)  # type: ignore[attr-defined]
 
 
 class WorkerError(ExceptionWrapper):

@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch.core.epoch import Lookahead
 from gpuprefetch.core.forecast import Facts, Forecast, draws_since, facts_of, is_known, same
+from gpuprefetch.core.forks import stay_here
 from gpuprefetch.core.loaders import TorchLoader, changed, is_stream
 from gpuprefetch.core.nested import Batch, Loader
-from gpuprefetch.core.ranks import ranks_of
+from gpuprefetch.core.ranks import ranks_of, sampling_rank
 from gpuprefetch.core.repeating import restarts
 from gpuprefetch.core.samplers import Key, sampler_name
-from gpuprefetch.core.workers import WorkerStart, shut_down
+from gpuprefetch.core.workers import WorkerStart, disown, gone, shut_down
 from gpuprefetch.images.collate import Announced, HostStage, announce
 from gpuprefetch.images.notes import Notes
 from gpuprefetch.images.packer import Packer
@@ -41,6 +42,8 @@ from gpuprefetch.images.steady import Steady
 #   - Seed and number of the epoch, the sampler, the loader and the list of samples are compared
 #     with what they were. If any has changed, the batches are dropped, and it begins as ever.
 #     If it is only the order, or the number, workers that live on begin once more with that one.
+#   - Workers that have died while they waited are replaced, as if they had ended with the epoch.
+#   - A forked process leaves them to its parent: two cannot read from one pipe.
 #   - Only a folder of images without code of the user's is read ahead (Steady). Other datasets
 #     might draw random numbers in the workers, or read what the loop changes between two epochs.
 #   - Nothing goes to the device before the epoch begins.
@@ -169,7 +172,7 @@ class Ahead:
         return self.batches
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Begun:
     """An epoch that has begun.
 
@@ -189,9 +192,14 @@ class Begun:
     options: Facts = field(default_factory=dict)
     ahead: Ahead | None = None
 
-    def is_as_it_was(self, loader: TorchLoader, dataset: Steady | None) -> bool:
-        """Whether the user's loader has the same options, and its dataset the same samples."""
-        return self.dataset == dataset and same(self.options, _options(loader))
+    def is_as_it_was(self, loader: TorchLoader) -> bool:
+        """Whether options, samples and rank are the same: torch.distributed may begin later."""
+        return (
+            self.dataset is not None
+            and self.dataset == Steady.as_it_is(loader.dataset)
+            and same(self.options, _options(loader))
+            and self.packer.rank == sampling_rank(loader)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,19 +214,26 @@ class Waiting:
     begun: Begun
     ahead: Ahead | None
 
+    def serve(self, loader: TorchLoader) -> bool:
+        """Whether they may serve an epoch of the user's loader as it is now."""
+        return self.begun.is_as_it_was(loader) and not (self.begun.kept and self._have_died())
+
+    def _have_died(self) -> bool:
+        """Whether one of them is gone, as after Ctrl-C, which all of a terminal's processes get."""
+        return bool(gone(self.begun.loader._iterator, patience=0.0))
+
     def expects(self, loader: TorchLoader, seed: int, epoch: int) -> bool:
         """Whether the epoch that begins now is the one that they have read ahead for."""
         ahead = self.ahead
-        return (
-            ahead is not None
-            and (ahead.number, ahead.notes.seed) == (epoch, seed)
-            and ahead.forecast.holds(loader)
-        )
+        if ahead is None or not ahead.forecast.holds(loader):
+            return False
+        notes = ahead.notes
+        return (ahead.number, notes.seed, notes.rank) == (epoch, seed, ranks_of(loader).rank)
 
     def end(self) -> None:
         """End them, unless the user's loader keeps them."""
         if self.begun.kept and isinstance(self.begun.loader, DataLoader):
-            shut_down(self.begun.loader._iterator)
+            shut_down(self.begun.loader._iterator, self.begun.loader)
 
 
 class LivingWorkers:
@@ -232,15 +247,31 @@ class LivingWorkers:
 
     def __init__(self) -> None:
         self._loader: TorchLoader | None = None
-        self._origin = Origin(0)
+        self._packer: Packer | None = None  # of its workers
         self._epoch: weakref.ref[Lookahead] | None = None  # the latest
-        self._latest: Begun | None = None
+        # What has begun latest. Not kept, as its loader holds batches that were read for it.
+        self._latest: weakref.ref[Begun] | None = None
+        self._lock = threading.Lock()  # guards the next three
         self._waiting: Waiting | None = None
-        self._lock = threading.Lock()  # guards it
+        self._idle_from = 0.0  # when workers that live on have begun to wait for an epoch
+        self._is_watched = False  # whether a thread ends them if they wait in vain
         self._misses = 0  # epochs in a row that were not the one that was begun
         self._draws = 0  # seeds that were drawn between the latest two epochs
-        self._idle_from = 0.0  # when workers that live on have begun to wait for an epoch
-        self._watching: threading.Thread | None = None
+        stay_here(self)
+
+    def leave_to_parent(self) -> object:
+        """Forget, in a forked process, the workers of its parent; what must not be collected."""
+        latest = None if self._latest is None else self._latest()
+        waiting = None if self._waiting is None else self._waiting.begun
+        left = [self._loader, *(begun.loader for begun in (latest, waiting) if begun is not None)]
+        for loader in left:
+            disown(getattr(loader, "_iterator", None))
+        self._lock = threading.Lock()  # a thread of the parent may have held it
+        self._loader = None
+        self._latest = None
+        self._waiting = None
+        self._is_watched = False
+        return left
 
     @property
     def loader(self) -> TorchLoader | None:
@@ -262,29 +293,35 @@ class LivingWorkers:
             if running is not None and not running.close():  # its thread waits for the same workers
                 self._loader = None
                 anew = True
-        begun = None if anew else self._take_waiting(loader, seed, epoch)
-        if begun is None:
+        taken = None if anew else self._take_waiting(loader, seed, epoch)
+        if taken is None:
             self._drop_waiting()
             begun = self._begin(loader, packer, seed, epoch, anew=anew)
-        self._latest = begun
+        else:
+            begun = replace(taken.begun, ahead=taken.ahead)
+        self._latest = weakref.ref(begun)
         return begun
 
     def _begin(
         self, loader: TorchLoader, packer: Packer, seed: int, epoch: int, *, anew: bool
     ) -> Begun:
         if loader.persistent_workers:
-            if self._loader is None or anew or restarts(self._loader) != restarts(loader):
-                self._origin = Origin(seed, epoch)
-                self._origin.share()
-                self._loader = with_packing(loader, replace(packer, origin=self._origin))
-            self._origin.set(seed, epoch)
-            return Begun(self._loader, replace(packer, origin=self._origin))
+            living = None if anew else self._packer
+            if (
+                self._loader is None
+                or living is None
+                or living.rank != packer.rank
+                or restarts(self._loader) != restarts(loader)
+            ):
+                living = _shared(packer, seed, epoch)
+                self._packer = living
+                self._loader = with_packing(loader, living)
+            living.origin.set(seed, epoch)
+            return Begun(self._loader, replace(packer, origin=living.origin))
         dataset = None if anew or not may_live_on(loader, packer) else Steady.of(loader.dataset)
         if dataset is None:
             return Begun(with_packing(loader, packer), packer)
-        origin = Origin(seed, epoch)
-        origin.share()
-        packer = replace(packer, origin=origin)
+        packer = _shared(packer, seed, epoch)
         clone = with_packing(loader, packer)
         vars(clone)["persistent_workers"] = True  # DataLoader locks the name, not the value
         return Begun(clone, packer, True, dataset, _options(loader))
@@ -308,10 +345,12 @@ class LivingWorkers:
         kept = begun.kept
         if noting_sampler(clone) is None or not living or not (reads or kept):
             return
-        dataset = Steady.of(loader.dataset) if reads_alone(loader, begun.packer) else None
-        if dataset is None:
+        if kept and not (begun.is_as_it_was(loader) and _has_room()):
             return
-        if kept and not (begun.is_as_it_was(loader, dataset) and _has_room()):
+        dataset = begun.dataset
+        if not kept and dataset != Steady.as_it_is(loader.dataset):
+            dataset = Steady.of(loader.dataset) if reads_alone(loader, begun.packer) else None
+        if dataset is None:
             return
         advances = getattr(loader.sampler, "epoch", None) == epoch - 1
         forecast = Forecast.of(loader, draws=self._draws, advances=advances, starts_workers=kept)
@@ -325,13 +364,28 @@ class LivingWorkers:
                 return
         self._drop_waiting()
         with self._lock:
+            if kept and not self._is_watched:
+                try:
+                    self._watch()
+                except RuntimeError:  # there can be no more threads: the workers end with the epoch
+                    return
+                self._is_watched = True
             self._waiting = Waiting(now, ahead)
-        if kept:
             self._idle_from = time.monotonic()
-            self._watch()
 
-    def _take_waiting(self, loader: TorchLoader, seed: int, epoch: int) -> Begun | None:
-        """The epoch that begins, if workers that wait may serve it."""
+    def _watch(self) -> None:
+        """Have a thread that ends workers which wait for an epoch in vain."""
+        dropped = threading.Event()
+        weakref.finalize(self, dropped.set).atexit = False
+        threading.Thread(
+            target=_end_idle,
+            args=[weakref.ref(self), dropped],
+            name="gpuprefetch-idle",
+            daemon=True,
+        ).start()
+
+    def _take_waiting(self, loader: TorchLoader, seed: int, epoch: int) -> Waiting | None:
+        """The workers that wait, if they serve the epoch that begins; its batches are ahead."""
         with self._lock:
             waiting = self._waiting
             if waiting is None:
@@ -340,53 +394,54 @@ class LivingWorkers:
                 self._draws = draws_since(waiting.ahead.forecast.state) or 0
             begun = waiting.begun
             own = not loader.persistent_workers or begun.loader is self._loader
-            serves = own and begun.is_as_it_was(loader, Steady.of(loader.dataset))
+            serves = own and waiting.serve(loader)
             expected = serves and waiting.expects(loader, seed, epoch)
             self._misses = 0 if expected else self._misses + 1
             if not expected and not (serves and begun.kept):
                 return None
             self._waiting = None
             # An earlier epoch that is closed meanwhile asks live_on(), and leaves them alone.
-            self._latest = begun
+            self._latest = weakref.ref(begun)
         if expected:
-            return replace(begun, ahead=waiting.ahead)
+            return waiting
         forecast = Forecast.of(loader, draws=0, advances=False, starts_workers=True)
         notes = Notes(seed, ranks_of(loader).rank)
         ahead = None if forecast is None else _read(begun, forecast, notes, epoch)
         if ahead is None:
             waiting.end()
             return None
-        return replace(begun, ahead=ahead)
+        return replace(waiting, ahead=ahead)
 
     def live_on(self, begun: Begun) -> bool:
         """Whether the workers of an epoch that ends serve another one."""
         if not begun.kept:
             return True  # as the user's loader says
         waiting = self._waiting
-        others = [None if waiting is None else waiting.begun, self._latest]
+        latest = None if self._latest is None else self._latest()
+        others = [None if waiting is None else waiting.begun, latest]
         return any(
             other is not None and other is not begun and other.loader is begun.loader
             for other in others
         )
 
-    def _watch(self) -> None:
-        """Have a thread that ends workers which live on, and wait for an epoch in vain."""
-        if self._watching is None or not self._watching.is_alive():
-            self._watching = threading.Thread(
-                target=_end_idle, args=[weakref.ref(self)], name="gpuprefetch-idle", daemon=True
-            )
-            self._watching.start()
+    def end_idle(self) -> float | None:
+        """End workers that live on, and have waited for an epoch for long.
 
-    def idle_for(self) -> float | None:
-        """Seconds for which workers that live on have waited for an epoch; None if none do."""
+        Returns:
+            Seconds until they will have; None if none wait, and nobody need ask again.
+        """
         with self._lock:
-            if self._waiting is None or not self._waiting.begun.kept:
-                return None
-        return time.monotonic() - self._idle_from
-
-    def end_idle(self) -> None:
-        """End workers that live on, which nobody has needed for long."""
-        self._drop_waiting()
+            waiting = self._waiting
+            left = 0.0
+            if waiting is not None and waiting.begun.kept:
+                left = self._idle_from + IDLE_SECONDS - time.monotonic()
+                if left > 0:
+                    return left
+                self._waiting = None
+            self._is_watched = False
+        if waiting is not None:
+            waiting.end()
+        return None
 
     def _drop_waiting(self) -> None:
         """Drop what was read ahead of time; workers that live on end."""
@@ -410,19 +465,20 @@ def _read(begun: Begun, forecast: Forecast, notes: Notes, epoch: int) -> Ahead |
     return Ahead(epoch, forecast, batches, notes)
 
 
-def _end_idle(workers: weakref.ref[LivingWorkers]) -> None:
+def _end_idle(workers: weakref.ref[LivingWorkers], dropped: threading.Event) -> None:
     """Wait until workers that live on have been idle for long, or serve an epoch, or are gone."""
-    left = IDLE_SECONDS
-    while left > 0:
-        time.sleep(left)
+    left: float | None = IDLE_SECONDS
+    while left is not None and not dropped.wait(left):
         living = workers()
-        idle = None if living is None else living.idle_for()
-        if living is None or idle is None:
-            return
-        left = IDLE_SECONDS - idle
-        if left <= 0:
-            living.end_idle()
-        del living  # not kept while this sleeps
+        left = None if living is None else living.end_idle()
+        del living  # not kept while this waits
+
+
+def _shared(packer: Packer, seed: int, epoch: int) -> Packer:
+    """A packer whose workers are told in shared memory which epoch they are to serve."""
+    origin = Origin(seed, epoch)
+    origin.share()
+    return replace(packer, origin=origin)
 
 
 def _options(loader: TorchLoader) -> Facts:

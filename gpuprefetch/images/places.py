@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from gpuprefetch.core.nested import Batch, Leaf, map_leaves
+from gpuprefetch.core.nested import Batch, Leaf, copied, map_leaves
 
 
 class ViewPlace:
@@ -49,7 +48,7 @@ def place_views(batch: Batch, image: Leaf, results: Sequence[Leaf]) -> Batch:
             return leaf
         result = results[leaf.number]
         if leaf.number in placed:
-            return map_leaves(_copied, result)
+            return copied(result)
         placed.add(leaf.number)
         return result
 
@@ -58,10 +57,6 @@ def place_views(batch: Batch, image: Leaf, results: Sequence[Leaf]) -> Batch:
 
 def is_place(leaf: object) -> bool:
     return isinstance(leaf, ViewPlace)
-
-
-def _copied(leaf: Leaf) -> Leaf:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _collate(places: Sequence[ViewPlace], *, collate_fn_map: object = None) -> ViewPlace:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuprefetch.core.nested import moves_itself, objects
+from gpuprefetch.core.nested import copied, moves_itself, objects
 from gpuprefetch.images.places import ViewPlace
 from gpuprefetch.images.walk import PerSample, is_per_sample
 
@@ -29,7 +29,8 @@ class PendingImages:
 def take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     """Take ``rows`` out of whatever has one entry for each of ``count`` samples.
 
-    A leaf that says nothing of single samples, such as a scalar or a string, stays as it is.
+    No two rows of the result share memory, also where a row comes twice. A leaf that says nothing
+    of single samples, such as a scalar or a string, stays as it is.
     """
     if isinstance(leaf, torch.Tensor):
         return _rows_of_tensor(leaf, rows, count)
@@ -42,8 +43,18 @@ def take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
         return leaf
     if not isinstance(leaf, (list, tuple)):
         raise _no_rows(str(type(leaf)))
-    entries = [leaf[i] for i in rows.tolist()]
+    entries = _apart([leaf[row] for row in rows.tolist()])
     return leaf.with_entries(entries) if isinstance(leaf, PerSample) else type(leaf)(entries)
+
+
+def _apart(entries: Sequence[Any]) -> list[Any]:
+    """Entries of which no two share memory: a loop may change one in place, and not the other."""
+    met = set[int]()
+    apart = []
+    for entry in entries:
+        apart.append(copied(entry) if id(entry) in met else entry)
+        met.add(id(entry))
+    return apart
 
 
 def _rows_of_tensor(tensor: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:

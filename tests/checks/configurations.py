@@ -100,6 +100,14 @@ LISTS: dict[str, tuple[str, str, bool]] = {
     "tensors, crop": ("[K.RandomCrop((16, 20)), K.RandomHorizontalFlip()]", "window", True),
     "tensors, RandAugment": ("[K.RandomCrop((16, 20)), v2.RandAugment()]", "", True),
 }
+# What a loop does between two epochs of a folder, whose workers may have begun the second one.
+BETWEEN = {
+    "nothing": "",
+    "validation": "list(DataLoader(range(2)))",
+    "random numbers": "torch.rand(3)",
+    "a sample less": 'del getattr(loader.dataset, "samples", loader.dataset)[-1]',
+    "other batches": "loader.batch_sampler.batch_size += 1",
+}
 POLICIES = {"RandAugment", "TrivialAugmentWide", "ColorJitter", "RandomErasing"}
 
 
@@ -150,6 +158,7 @@ class Config:
     way: str  # of that end
     epochs: tuple[int, ...]  # numbers that are set
     together: str  # of ranks: one after the other, in threads, in processes
+    between: str  # of the epochs, what the loop does
 
     @property
     def encoded(self) -> bool:
@@ -313,6 +322,7 @@ def draw(seed: int, device: str = "cpu") -> Config:
         way=way,
         epochs=numbers.get(story, ()),
         together=together,
+        between="nothing",
     )
     # Drawn apart, so that a seed stays the configuration that it was.
     apart = random.Random(f"folder {seed}")
@@ -331,12 +341,24 @@ def draw(seed: int, device: str = "cpu") -> Config:
         )
         if may_fail(config) and config.sampler in ("shuffle", "generator", "random"):
             config = replace(config, sampler="subset random")
+    if config.data == "folder" and story == "epochs":
+        config = replace(config, between=_pick_between(config))
     if context != "fork":  # each of these workers is seconds of work
         other = 1 if data == "stream" or persistent else min(config.other_workers, 1)
         config = replace(config, workers=1, other_workers=other, world=min(world, 2))
     if story != "resume":
         return config
     return replace(config, taken=min(taken, max(_least_batches(config) - len(bad), 0)))
+
+
+def _pick_between(config: Config) -> str:
+    """What the loop does between two epochs, if that leaves it two of the configuration."""
+    choices = [*BETWEEN]
+    if config.count < 2 or config.sampler not in ("sequential", "shuffle"):
+        choices.remove("a sample less")  # other samplers have counted the samples
+    if config.sampler == "batches" or config.batch is None:
+        choices.remove("other batches")
+    return random.Random(f"between {config.seed}").choice(choices)
 
 
 def _least_batches(config: Config) -> int:
@@ -565,7 +587,8 @@ def _steps(config: Config, every: str, *, plain: bool) -> list[str]:
             return [f"{begin}; {end}yield had; yield {every}"]
         case "resume":
             return _resume(config, every, some, plain=plain)
-    return [f"yield {every}; yield {every}"]
+    between = f"{BETWEEN[config.between]}; " if BETWEEN[config.between] else ""
+    return [f"yield {every}; {between}yield {every}"]
 
 
 def _resume(config: Config, every: str, some: str, *, plain: bool) -> list[str]:
@@ -635,7 +658,7 @@ def _joined(lines: list[str]) -> list[str]:
 def counted(config: Config) -> dict[str, Any]:
     """What a document counts configurations by."""
     names = "transforms form data sampler sizes files names story context seeding together".split()
-    kinds = {name: getattr(config, name) for name in names}
+    kinds = {name: getattr(config, name) for name in [*names, "between"]}
     kinds["workers"] = f"{config.workers}{', persistent' * config.persistent}"
     kinds["on_error"] = config.on_error if config.bad else "no bad file"
     return kinds
