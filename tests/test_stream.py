@@ -118,19 +118,56 @@ def test_the_gpu_waits_where_batches_are_slower_than_the_step(prepare, step):
     side, loop = torch.cuda.Stream(), torch.cuda.current_stream()
     steps = Steps(torch.device("cuda", torch.cuda.current_device()))
     waited, started = 0.0, time.perf_counter()
-    for _ in range(20):
+    for number in range(20):
         steps.throttle()
         with torch.cuda.stream(side):
             torch.cuda._sleep(prepare * SLEEP_CYCLES // 2)
             ready = torch.cuda.Event(enable_timing=True)
             ready.record()
         loop.wait_event(ready)
-        waited += steps.wait_for(ready, counts=True)
+        steps.wait_for(ready, late=number % 2 == 0)
+        found = steps.waited()
+        assert 0 <= found.for_loader <= found.seconds
+        waited += found.seconds
         torch.cuda._sleep(step * SLEEP_CYCLES // 2)
     loop.synchronize()
     part = waited / (time.perf_counter() - started)
     # The first batch is waited for in any case, and the last two are not told any more.
     assert part == pytest.approx(max(prepare - step, 0) / max(prepare, step), abs=0.15)
+
+
+def test_what_a_step_has_waited_is_told_once_it_has_begun(monkeypatch):
+    class Event:
+        def __init__(self, at=None, **options):
+            self.at, self.done = at, True
+
+        def record(self, stream):
+            self.at = ends.pop(0)
+
+        def synchronize(self):
+            pass
+
+        def query(self):
+            return self.done
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    ends = [0, 10, 20, 30]  # of steps, in ms
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    steps = Steps(torch.device("cuda"))
+    batches = [(Event(4), True), (Event(9), False), (Event(26), False), (Event(33), True)]
+    batches[2][0].done = False
+    told = []  # nothing after a batch that has not come
+    for ready, late in batches:
+        steps.throttle()
+        steps.wait_for(ready, late=late)
+        told.append(steps.waited())
+    assert told == [(0.004, 0.004), (0, 0), (0, 0), (0, 0)]
+    batches[2][0].done = True
+    assert steps.waited() == pytest.approx((0.009, 0.003))
+    assert steps.waited() == (0, 0)
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from gpuprefetch.core.nested import Batch
 from gpuprefetch.core.resume import Place, Source
 from gpuprefetch.core.stage import Cost, Empty, Stage
 from gpuprefetch.core.stats import Timed
-from gpuprefetch.core.streams import SideStreams, Steps, handoff
+from gpuprefetch.core.streams import SideStreams, Steps, Waited, handoff
 
 # The default depth is READY batches, or READY times as many as are prepared together, and fewer
 # where they would need more than READY_BYTES. The step of a large batch is long enough to prepare
@@ -449,20 +449,21 @@ class Epoch(Iterator[Batch]):
     def _wait(self) -> Slot | None:
         """Wait for the next slot; count the seconds since the last one."""
         started = time.perf_counter()
+        on_gpu = self._lookahead.device.type == "cuda"
         self._steps.throttle()
-        asked = time.perf_counter()
-        with Timed(self._stats, "wait"):
+        with Timed(self._stats, "wait", counts=not on_gpu) as wait:
             slot, late = self._lookahead.take()
         now = time.perf_counter()
         self._stats.seconds += now - (started if self._last is None else self._last)
-        if isinstance(slot, Prepared):
-            waited = now - asked
-            if slot.event is not None:
-                waited = self._steps.wait_for(slot.event, counts=not late)
-            elif late:
-                waited = 0.0
-            if self._last is not None:
-                self._lookahead.stage.handed_over(now - self._last, waited)
+        waited = Waited(wait.seconds, wait.seconds if late else 0.0)
+        if on_gpu:
+            if isinstance(slot, Prepared) and slot.event is not None:
+                self._steps.wait_for(slot.event, late=late)
+            waited = self._steps.waited()
+            self._stats.add("wait_seconds", waited.seconds)
+        if self._last is not None and isinstance(slot, Prepared):
+            decoding = waited.seconds - waited.for_loader
+            self._lookahead.stage.handed_over(now - self._last, decoding)
         self._last = now
         return slot
 

@@ -22,12 +22,16 @@ FEW = 10
 
 
 class Timed:
-    """Add the seconds of what runs inside to ``{name}_seconds``, and name it in profilers."""
+    """Add the seconds of what runs inside to ``{name}_seconds``, and name it in profilers.
 
-    __slots__ = ("_name", "_range", "_started", "_stats", "seconds")
+    It adds nothing without ``counts``, where another clock tells the seconds.
+    """
 
-    def __init__(self, stats: Stats, name: str) -> None:
+    __slots__ = ("_counts", "_name", "_range", "_started", "_stats", "seconds")
+
+    def __init__(self, stats: Stats, name: str, *, counts: bool = True) -> None:
         self._stats = stats
+        self._counts = counts
         self._name = name
         self._range = _RecordFunctionFast("gpuprefetch." + name)
         self._started = 0.0
@@ -42,7 +46,8 @@ class Timed:
 
     def __exit__(self, *error: object) -> None:
         self.seconds = time.perf_counter() - self._started
-        self._stats.add(self._name + "_seconds", self.seconds)
+        if self._counts:
+            self._stats.add(self._name + "_seconds", self.seconds)
         self._range.__exit__(*error)
         if _NVTX is not None:
             _NVTX.range_pop()
@@ -52,9 +57,9 @@ class Timed:
 class Stats(Printed):
     """Counters of a :class:`gpuprefetch.DataPrefetcher` since it was made, or since :meth:`reset`.
 
-    All times are seconds of the host's clock. Work for the GPU counts until it is queued, decoding
-    until nvJPEG gives the images back. A profiler's trace shows the GPU's time: each stage is a
-    range ``gpuprefetch.{stage}``, in PyTorch's profiler with
+    All times but ``wait_seconds`` are seconds of the host's clock. Work for the GPU counts until it
+    is queued, decoding until nvJPEG gives the images back. A profiler's trace shows the GPU's time:
+    each stage is a range ``gpuprefetch.{stage}``, in PyTorch's profiler with
     ``experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True)``. Times of
     workers and pin thread are known for encoded images only, with which they travel.
 
@@ -80,7 +85,8 @@ class Stats(Printed):
         resample_seconds: queueing the fused transforms.
         tail_seconds: queueing the transforms after them.
         handoff_seconds: making a finished batch safe to use, in the loop's thread.
-        wait_seconds: the loop waited for a batch that was not ready.
+        wait_seconds: the GPU had finished a step, and the loop's next batch was not ready, by the
+            GPU's clock; on a CPU the loop waited for it.
         seconds: the loop ran, from asking for an epoch's first batch to the latest or the end.
         share: share of the baseline JPEGs that the workers decode, at present.
         out_of_memory: decodes that ran out of GPU memory and were repeated in smaller parts.

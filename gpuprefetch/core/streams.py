@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +39,13 @@ def handoff(batch: Batch, ready: torch.cuda.Event, device: torch.device) -> None
             part.record_stream(stream)
 
 
+class Waited(NamedTuple):
+    """How long a loop's stream, or on a CPU the loop, had to wait for batches, in seconds."""
+
+    seconds: float
+    for_loader: float  # the part of it for batches that the loader was late with
+
+
 class Steps:
     """The latest steps of a loop, each from one hand-over to the next; on a CPU none.
 
@@ -52,8 +60,9 @@ class Steps:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._ends: deque[torch.cuda.Event] = deque()  # after the last step, at each hand-over
-        # The end of the step before a batch, and the event after the batch's work.
-        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        # The end of the step before a batch, the event after the batch's work, and whether the
+        # loader was late with it.
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event, bool]] = deque()
 
     def throttle(self) -> None:
         """Wait until the host is at most RUN_AHEAD steps ahead of the GPU."""
@@ -67,19 +76,27 @@ class Steps:
             while len(self._ends) > RUN_AHEAD:
                 self._ends.popleft()
 
-    def wait_for(self, ready: torch.cuda.Event, *, counts: bool) -> float:
-        """Note what the next step waits for, if it ``counts``.
+    def wait_for(self, ready: torch.cuda.Event, *, late: bool) -> None:
+        """Note what the next step waits for, and whether the loader was late with that batch."""
+        if self._ends:
+            self._waits.append((self._ends[-1], ready, late))
 
-        Returns:
-            Seconds that the GPU waited before earlier steps, which have begun since the last call.
+    def waited(self) -> Waited:
+        """How long the GPU waited before the steps that have begun since the last call.
+
+        The latest one or two have not begun yet, and count in a later call.
         """
-        waited = 0.0
-        while self._waits and all(event.query() for event in self._waits[0]):
-            end, came = self._waits.popleft()
-            waited += max(end.elapsed_time(came), 0.0) / 1e3
-        if counts and self._ends:
-            self._waits.append((self._ends[-1], ready))
-        return waited
+        seconds = 0.0
+        for_loader = 0.0
+        while self._waits:
+            end, ready, late = self._waits[0]
+            if not (end.query() and ready.query()):
+                break
+            self._waits.popleft()
+            gap = max(end.elapsed_time(ready), 0.0) / 1e3
+            seconds += gap
+            for_loader += gap if late else 0.0
+        return Waited(seconds, for_loader)
 
 
 def _event() -> torch.cuda.Event:

@@ -88,7 +88,7 @@ class Diagnosis:
     images_per_second: float  # of the loop
     loader_images_per_second: float  # of the loader, without a step
     step_ms: float  # from one batch of the loop to the next
-    wait_ms: float  # the part of it spent in next(loader)
+    wait_ms: float  # the part of it in next(loader); of a prefetcher, in which the GPU waits
     copy_ms: float  # of a batch to the device; 0 for a prefetcher, which copies ahead of time
     # The part of the workers' time, without a step, that they wait for files, or for work if the
     # device is late.
@@ -270,7 +270,7 @@ class Run:
 
     rate: float  # images a second
     seconds: float  # of a step
-    wait: float = 0.0  # the part of these spent in next(loader)
+    wait: float = 0.0  # the part of these that it waited for its batch
     reading: float = 0.0  # the share of the workers' time that they did not compute
     batch: Batch = None  # a full one
 
@@ -427,12 +427,15 @@ class _Clinic:
             lambda n, t: n >= 3 and t >= self.seconds and (n % workers == 0 or t >= long),
         )
         busy = loading.busy_seconds() - busy
+        wait = taken.wait
+        if isinstance(batches, DataPrefetcher):  # whose next() returns before the GPU has the batch
+            wait = batches.stats.wait_seconds
         iterator.close()
         self.bar.update(1)
         return Run(
             rate=taken.images / taken.seconds,
             seconds=taken.seconds / taken.steps,
-            wait=taken.wait / taken.steps,
+            wait=wait / taken.steps,
             reading=max(1 - busy / (workers * taken.seconds), 0.0) if busy else 0.0,
             batch=taken.batch,
         )
