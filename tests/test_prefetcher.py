@@ -274,6 +274,7 @@ def test_what_the_user_has_frozen_stays_so(device, workers):
 @pytest.mark.forks("only then they have the garbage")
 def test_workers_would_collect_the_garbage_of_their_parent(tmp_path, monkeypatch):
     # Guards the test above: a forked worker that is not kept from it does collect it.
+    gc.disable()  # the one in collectors() does nothing: the garbage could be gone before the fork
     monkeypatch.setattr(gc, "disable", lambda: None)
     monkeypatch.setattr(gc, "freeze", lambda: None)
     assert len(collectors(tmp_path, torch.device("cpu"))) == 2
