@@ -356,6 +356,14 @@ def test_workers_take_the_smallest_files_and_the_largest_without_engines(photo_f
     assert mine.min() >= others.max() if least else mine.max() <= others.min()
 
 
+def test_no_large_pictures_are_left_to_cuda_kernels():
+    files, pixels = np.arange(100, 200), np.full(100, 4_000_000)
+    assert len(Share(0.3, least=7).of_files(files, pixels)) == 100  # few fit into a call
+    assert len(Share(0.3, least=7).of_files(files, pixels // 2)) == 30
+    assert len(Share(0.3).of_files(files, pixels)) == 30  # engines
+    assert len(Share(0.0, least=7).of_files(files, pixels)) == 0  # as the user says
+
+
 @pytest.mark.parametrize(("share", "left"), [(0.0, 9), (0.2, 7), (0.3, 0)])
 def test_no_few_files_are_left_to_cuda_kernels(share, left):
     photos = [pictures.draw(60 + i, 50, seed=i) for i in range(9)]

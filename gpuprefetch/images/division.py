@@ -20,6 +20,8 @@ Flags = npt.NDArray[np.bool_]
 # Without engines nvJPEG decodes a call of so many files with CUDA kernels, and one of fewer files
 # with a single core: 36 of ImageNet's photos needed 142 ms, and 56 of them 63 (an H200).
 LEAST_FOR_KERNELS = 51
+# The mean pixels of pictures of which a call's memory, plan.WHOLE_BATCH_BYTES, holds so many.
+LARGE = 3_500_000
 
 # The GPU resamples a decoded image if this has at most so many pixels for each pixel of the result:
 # copying them costs less of a core than resampling them.
@@ -53,19 +55,27 @@ class Share(NamedTuple):
         part, least = shared.tolist()
         return cls(part, int(least))
 
-    def of_files(self, files: Ints) -> Ints:
-        """The positions of the files to decode; ``files`` ``(N,)`` are their bytes.
+    def of_files(self, files: Ints, pixels: Ints) -> Ints:
+        """The positions of the files to decode, by their bytes and the pixels of their pictures.
 
         Engines need about as long for each file, and a core in proportion to its size: the smallest
         30 % of ImageNet's files are 12 % of the cores' work. So the worker has the smallest files.
         Kernels decode the files of a call side by side, each with few threads, and a call needs as
         long as its largest file: 144 of 97 KB or less needed 15 ms, and 144 of up to 317 KB 67 (an
-        H200). So the worker has the largest files, and all where too few would be left.
+        H200). So the worker has the largest files, and all where those that are left would make no
+        call for kernels.
+
+        Args:
+            files: ``(N,)``.
+            pixels: ``(N,)``.
         """
         count = int(self.part * len(files) + 0.5)
-        if count and len(files) - count < self.least:
-            count = len(files)
-        return np.argsort(-files if self.least else files, kind="stable")[:count]
+        if not self.least:
+            return np.argsort(files, kind="stable")[:count]
+        order = np.argsort(-files, kind="stable")
+        left = order[count:]
+        too_few = len(left) < self.least or pixels[left].mean() > LARGE
+        return order if count and too_few else order[:count]
 
 
 def divide(
@@ -82,7 +92,8 @@ def divide(
     """
     ours = ~(headers.for_gpu & on_gpu)
     for_gpu = np.flatnonzero(~ours)
-    ours[for_gpu[share.of_files(files[for_gpu])]] = True
+    pixels = headers.sizes[for_gpu].prod(axis=1)
+    ours[for_gpu[share.of_files(files[for_gpu], pixels)]] = True
     if keeps_sizes:
         ours |= headers.orientation != 1
     return ours & headers.whole
