@@ -303,7 +303,8 @@ class Lookahead:
             used = sum(other.fixed for other in costs if other is not None)
             if used + cost.fixed + cost.decoded > budget:
                 return False
-        return len(ready) + self._pace.together <= max(most, self.stage.streams)
+        together = self._pace.together
+        return len(ready) + together <= max(most, self.stage.streams * together)
 
     def _prepare(self, fetched: Fetched, group: object) -> Slot:
         """Prepare a batch; the GPU may read all of its ``group`` if that fails."""
