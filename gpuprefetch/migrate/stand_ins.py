@@ -133,7 +133,10 @@ class Picture(_Attributes, Encoded):
         return self._changed("convert")(mode, *options, **named)
 
     def copy(self) -> Any:
-        return self._changed("copy")() if self.touched else self
+        """Another picture: what is done to one of them is not done to the other."""
+        if self.touched:
+            return self._changed("copy")()
+        return Picture(self._file, is_rgb=self.mode == "RGB")
 
     def load(self) -> PixelAccess:
         return PixelAccess(self)
@@ -161,6 +164,16 @@ class Picture(_Attributes, Encoded):
 
     def __copy__(self) -> Any:
         return self.copy()
+
+    def __deepcopy__(self, known: object) -> Any:
+        return self.copy()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the pixels are the same, as of PIL's pictures."""
+        one, two = (each.as_read() if type(each) is Picture else each for each in (self, other))
+        return bool(one == two)
+
+    __hash__ = object.__hash__
 
     def __array__(self, *args: Any, **named: Any) -> Any:
         self._changed("__array_interface__")
@@ -314,6 +327,13 @@ class Unusable(Encoded):
     @classmethod
     def __torch_function__(cls, *call: object, **named: object) -> NoReturn:
         _refuse_use("a function of torch")
+
+    def __eq__(self, other: object) -> bool:
+        if other is not None:  # which a tensor may be compared with, too
+            _refuse_use("==")
+        return False
+
+    __hash__ = object.__hash__
 
 
 def _refuse_use(name: str) -> NoReturn:
