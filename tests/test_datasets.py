@@ -5,9 +5,11 @@ import copy
 import functools
 import io
 import pickle
+import random
 import re
 import shutil
 import threading
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -439,6 +441,7 @@ def flipped_if_it_works(image):
 AFTER = {
     "method": lambda image: image.flip(-1),
     "operator": lambda image: -image,
+    "comparison": lambda image: image * 2 if image == 0 else image,
     "try": brighter_if_it_works,
     "torch": flipped_if_it_works,
     "isinstance": halved_if_it_is_a_tensor,
@@ -568,6 +571,52 @@ def test_a_file_that_cannot_be_decoded_is_told_later(paths, tmp_path):
         list(accelerate(loader, **CPU))
     ((images, target),) = accelerate(loader, on_error="replace", **CPU)
     assert len(images) == 4 and set(target.tolist()) == {0, 1, 2}
+
+
+def drawn_on(picture):
+    picture.paste((255, 0, 0), (0, 0, *picture.size))
+    return picture
+
+
+def pasted_on_a_background(picture):
+    return Image.composite(
+        Image.new("RGB", picture.size), picture, Image.new("L", picture.size, 90)
+    )
+
+
+COPIES = {
+    "copy": lambda picture: drawn_on(picture.copy()),
+    "composite": pasted_on_a_background,
+    "copy.copy": lambda picture: drawn_on(copy.copy(picture)),
+    "deepcopy": lambda picture: drawn_on(copy.deepcopy(picture)),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_what_is_done_to_a_copy_is_not_done_to_the_picture(tmp_path, name):
+    class Two(Own):
+        def __getitem__(self, index):
+            picture = Image.open(self.paths[index]).convert("RGB")
+            other = COPIES[name](picture)
+            return self.transform(picture), self.transform(other)
+
+    path = tmp_path / "a.png"
+    Image.fromarray(draw(40, 50, 1)).save(path)
+    loader = DataLoader(Two([path], None), 1)
+    ((picture, other),) = loader
+    for image, want in zip(*accelerate(loader, **CPU), (picture, other), strict=True):
+        assert (image - want).abs().max() <= 2 / 255
+
+
+def test_pictures_are_compared_by_their_pixels(paths):
+    class Comparing(Own):
+        def __getitem__(self, index):
+            picture = Image.open(self.paths[index]).convert("RGB")
+            other = Image.open(self.paths[0]).convert("RGB")
+            same = [picture == other, picture != other, picture == None, picture in [other]]  # noqa: E711
+            return self.transform(picture), same
+
+    moved(Comparing(paths, None))
 
 
 # --- wrappers -----------------------------------------------------------------------------------
@@ -815,6 +864,69 @@ def test_a_trial_leaves_no_trace(paths):
     explain(DataLoader(dataset, 3))
     assert vars(dataset) == before and dataset.shapes == [None] * COUNT
     assert dataset.same is dataset.shapes and dataset.kept is before["kept"]
+
+
+class Seen:
+    """What a dataset has read, in an object of its own."""
+
+    def __init__(self):
+        self.count = 0
+        self.archive = None
+
+    def note(self):
+        self.count += 1
+        self.archive = self.archive or io.BytesIO()
+
+
+class Sampling(Own):
+    """A dataset with generators of its own, that counts in many ways."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.generators = [random.Random(1), np.random.default_rng(2), np.random.RandomState(3)]
+        self.generator = torch.Generator().manual_seed(4)
+        self.calls = np.zeros(COUNT, int)
+        self.touched = torch.zeros(COUNT)
+        self.indices = set()
+        self.latest = deque(maxlen=3)
+        self.log = {"train": {"read": 0}}
+        self.seen = Seen()
+
+    def __getitem__(self, index):
+        image, _ = super().__getitem__(index)
+        self.calls[index] += 1
+        self.touched[index] += 1
+        self.indices.add(index)
+        self.latest.append(index)
+        self.log["train"]["read"] += 1
+        self.seen.note()
+        counts = [self.calls.sum(), self.touched.sum(), len(self.indices), len(self.latest)]
+        counts += [self.log["train"]["read"], self.seen.count]
+        sampled = [generator.uniform(0, 1) for generator in self.generators]
+        sampled.append(float(torch.rand(1, generator=self.generator)))
+        return image, torch.tensor([*map(float, counts + sampled)])
+
+
+def test_a_trial_samples_nothing_from_generators_of_the_dataset(paths):
+    dataset = Sampling(paths, READS["Image.open"])
+    prefetcher = accelerate(DataLoader(dataset, 3), **CPU)
+    assert dataset.seen.archive is None  # workers that are forked would share its position
+    plain = DataLoader(Sampling(paths, READS["Image.open"]), 3)
+    for _ in range(2):
+        assert_same_batches(plain, prefetcher, atol=2 / 255)
+
+
+def test_a_trial_of_what_cannot_move_leaves_no_trace(paths):
+    class Asked(Sampling):
+        def __getitem__(self, index):
+            self.seen.note()
+            picture = self.read(self.paths[index])
+            return self.transform(picture=picture), index
+
+    dataset = Asked(paths, READS["Image.open"])
+    with pytest.raises(ValueError, match="is called with arguments by name"):
+        accelerate(DataLoader(dataset, 3), **CPU)
+    assert dataset.seen.count == 0 and dataset.seen.archive is None
 
 
 # --- pictures of one size -----------------------------------------------------------------------

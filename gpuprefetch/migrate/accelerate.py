@@ -28,7 +28,7 @@ from gpuprefetch.lists.fused import Given
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors, without_form
-from gpuprefetch.migrate.dataset_view import view_of, worker_part
+from gpuprefetch.migrate.dataset_view import datasets_in, view_of, worker_part
 from gpuprefetch.migrate.faces import stale
 from gpuprefetch.migrate.folders import (
     Checked,
@@ -49,6 +49,7 @@ from gpuprefetch.migrate.row_functions import function_of
 from gpuprefetch.migrate.stand_ins import TWO_WAYS
 from gpuprefetch.migrate.taken import opened
 from gpuprefetch.migrate.traced import Chain, LeftTraced, name_of_chain
+from gpuprefetch.migrate.untouched import untouched
 from gpuprefetch.policies.known import UnsupportedTransformError, flatten, title
 from gpuprefetch.policies.per_image import Cast, Transform
 from gpuprefetch.prefetcher import DataPrefetcher
@@ -261,9 +262,10 @@ def _joint_split(
             f"{type(dataset).__name__} has no sample, which would show what its transform does."
         )
     checked = check_sample(view, dataset, encoded=True, needed=True)
-    with trial_draws():
-        image = image_of(view[0])
-    plan = joint_plan(image, pipeline, has_workers=has_workers)
+    with untouched([*datasets_in(dataset), *pipeline]):
+        with trial_draws():
+            image = image_of(view[0])
+        plan = joint_plan(image, pipeline, has_workers=has_workers)
     return _Split([], [plan], is_whole=False, decoder=checked.decoder), checked
 
 
@@ -273,7 +275,7 @@ def _split_late(pipeline: list[Transform], picture: Any) -> _Split:
 
     shortest = next((i + 1 for i, op in enumerate(pipeline) if fixes_size(op)), len(pipeline))
     for count in range(shortest, len(pipeline)):
-        with trial_draws():
+        with untouched(pipeline), trial_draws():
             given = v2.Compose(pipeline[:count])(picture)
         image = v2.PILToTensor()(given)
         if is_image(image) and (image.dtype == torch.uint8 or image.is_floating_point()):
@@ -283,7 +285,7 @@ def _split_late(pipeline: list[Transform], picture: Any) -> _Split:
                 )
                 steps = [*_kept_steps(pipeline[:count]), *rest.steps]
                 return _Split(pipeline[:count], [replace(rest, steps=steps)], is_whole=False)
-    with trial_draws():
+    with untouched(pipeline), trial_draws():
         v2.PILToTensor()(v2.Compose(pipeline)(picture))  # raises here, and not in a worker
     return _Split(pipeline, [Plan(_kept_steps(pipeline))], is_whole=True)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -33,6 +31,7 @@ from gpuprefetch.migrate.row_functions import is_of_rows, without_pipeline
 from gpuprefetch.migrate.stand_ins import AS_IT_IS, KEPT, TWO_WAYS, LeftEncoded, decodes
 from gpuprefetch.migrate.taken import Takes
 from gpuprefetch.migrate.traced import Chain, LeftTraced
+from gpuprefetch.migrate.untouched import untouched
 from gpuprefetch.policies.known import UnsupportedTransformError, flatten
 from gpuprefetch.policies.per_image import Transform
 from gpuprefetch.policies.timm import is_timm
@@ -225,14 +224,11 @@ def chains_of(dataset: Any, traced: LeftTraced, folders: Sequence[Folder]) -> li
     """
     view = encoded_view(dataset, traced, folders)
     traced.refuse_unseen()
-    held = [each for part in [*datasets_in(dataset), *traced.objects] for each in _Held.by(part)]
     try:
-        with trial_draws():
+        with untouched([*datasets_in(dataset), *traced.objects]), trial_draws():
             view[0]
     finally:
         end_reading()
-        for each in held:
-            each.restore()
     if not traced.seen:
         raise UndecodedError(f"{type(dataset).__name__}.__getitem__(0) calls no transform.")
     return traced.seen[0]
@@ -255,7 +251,7 @@ def takes_several(dataset: Any, *, may_stay: bool) -> bool:
             tuple.
     """
     try:
-        with trial_draws():
+        with untouched(datasets_in(dataset)), trial_draws():
             view_of(dataset, _catch_all)[0]
     except _Caught as caught:
         _close(caught.args)
@@ -312,7 +308,7 @@ def picture_of(dataset: Any) -> Any:
         if samples := getattr(each, "samples", None):  # torchvision's folders
             refuse_odd_file(samples[0][0])
     try:
-        with trial_draws():
+        with untouched(datasets_in(dataset)), trial_draws():
             view_of(dataset, _catch)[0]
     except _Caught as caught:
         return caught.args[0]
@@ -320,36 +316,6 @@ def picture_of(dataset: Any) -> Any:
 
 
 # --- The first sample of a view ---
-
-
-class _Held(NamedTuple):
-    """A dict or list of a dataset's, and a copy of it: a trial must leave no trace.
-
-    It may leave an open file, or an image that is not decoded.
-    """
-
-    items: dict[Any, object] | list[object]
-    before: dict[Any, object] | list[object]
-
-    @staticmethod
-    def by(thing: Any) -> list[_Held]:
-        """The attributes of a dataset or a transform, and the dicts and lists among these."""
-        own: dict[str, object] = thing.__dict__
-        values = [value for value in own.values() if isinstance(value, (dict, list))]
-        return [_Held(each, copy.copy(each)) for each in [own, *values]]
-
-    def restore(self) -> None:
-        """Put back what has changed, and touch nothing else: another thread may read it."""
-        items = self.items
-        if isinstance(items, dict) and isinstance(self.before, dict):
-            for key in [*items]:
-                if key not in self.before:
-                    del items[key]
-            for key, value in self.before.items():
-                if key not in items or items[key] is not value:
-                    items[key] = value
-        elif len(items) != len(self.before) or not all(map(operator.is_, items, self.before)):
-            items[:] = self.before
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,21 +345,16 @@ def check_sample(
     """
     if not len(view):
         return Checked()
-    held = [each for part in [*datasets_in(dataset), *objects] for each in _Held.by(part)]
     name = type(view).__name__
-    try:
-        with decodes as noted, _tried(view):
-            sample = view[0]
-            uses = [*noted]
-            again = view[0]
-        image = image_of(sample)
-        if needed and (image is None or (encoded and not isinstance(image, EncodedImage))):
-            raise TypeError(f"{name}.__getitem__ gave no image. {TWO_WAYS}")
-        if is_marked(image) and image_of(again) is image:
-            raise UndecodedError(f"{name}.__getitem__(0) {KEPT}")
-    finally:
-        for each in held:
-            each.restore()
+    with untouched([*datasets_in(dataset), *objects]), decodes as noted, _tried(view):
+        sample = view[0]
+        uses = [*noted]
+        again = view[0]
+    image = image_of(sample)
+    if needed and (image is None or (encoded and not isinstance(image, EncodedImage))):
+        raise TypeError(f"{name}.__getitem__ gave no image. {TWO_WAYS}")
+    if is_marked(image) and image_of(again) is image:
+        raise UndecodedError(f"{name}.__getitem__(0) {KEPT}")
     if encoded and walk(sample).has_followers:
         raise TypeError(
             f"{name}.__getitem__ gives boxes, masks or points. Its transform leaves them where "
