@@ -601,7 +601,7 @@ def test_what_is_done_to_a_copy_is_not_done_to_the_picture(tmp_path, name):
             return self.transform(picture), self.transform(other)
 
     path = tmp_path / "a.png"
-    Image.fromarray(draw(40, 50, 1)).save(path)
+    Image.fromarray(draw(40, 50, seed=1)).save(path)
     loader = DataLoader(Two([path], None), 1)
     ((picture, other),) = loader
     for image, want in zip(*accelerate(loader, **CPU), (picture, other), strict=True):
@@ -927,6 +927,138 @@ def test_a_trial_of_what_cannot_move_leaves_no_trace(paths):
     with pytest.raises(ValueError, match="is called with arguments by name"):
         accelerate(DataLoader(dataset, 3), **CPU)
     assert dataset.seen.count == 0 and dataset.seen.archive is None
+
+
+# --- datasets that seed torch -------------------------------------------------------------------
+
+MIRRORED = v1.Compose([v1.CenterCrop(32), v1.RandomHorizontalFlip(), v1.ToTensor()])
+
+
+def seed_everything(seed):
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class Masked(Own):
+    """Gives a picture, and its first channel as the mask; a seed moves them alike."""
+
+    def __init__(self, paths, read=None, transform=MIRRORED):
+        super().__init__(paths, read, transform)
+        self.mask_transform = transform
+
+    def masked(self, index):
+        picture = Image.open(self.paths[index]).convert("RGB")
+        return picture, Image.fromarray(np.asarray(picture)[..., 0])
+
+    def __getitem__(self, index):
+        picture, mask = self.masked(index)
+        seed_everything(index)
+        image = self.transform(picture)
+        seed_everything(index)
+        return image, self.mask_transform(mask)
+
+
+class MaskFirst(Masked):
+    def __getitem__(self, index):
+        picture, mask = self.masked(index)
+        self.seed(index)
+        mask = self.mask_transform(mask)
+        self.seed(index)
+        return self.transform(picture), mask
+
+    @staticmethod
+    def seed(index):
+        torch.random.manual_seed(index)
+
+
+class Rewound(Masked):
+    def __getitem__(self, index):
+        picture, mask = self.masked(index)
+        state = torch.get_rng_state()
+        image = self.transform(picture)
+        torch.set_rng_state(state)
+        return image, self.mask_transform(mask)
+
+
+class Forked(Masked):
+    def __getitem__(self, index):
+        picture, mask = self.masked(index)
+        with torch.random.fork_rng():
+            image = self.transform(picture)
+        return image, self.mask_transform(mask)
+
+
+class InProperty(Masked):
+    @property
+    def first(self):
+        torch.manual_seed(3)
+        return self.mask_transform
+
+    def __getitem__(self, index):
+        picture, mask = self.masked(index)
+        return self.first(mask), (torch.manual_seed(3), self.transform(picture))[1]
+
+
+class WithMask(Masked):
+    """What the error says to write."""
+
+    def __getitem__(self, index):
+        image = EncodedImage(Path(self.paths[index]).read_bytes(), index, self.paths[index])
+        return image, tv_tensors.Mask(np.array(self.masked(index)[1])[None])
+
+
+@pytest.mark.parametrize("kind", [Masked, MaskFirst, Rewound, Forked, InProperty])
+def test_a_dataset_that_seeds_torch_is_refused_with_what_does(tmp_path, kind):
+    paths = [str(tmp_path / f"{i}.png") for i in range(COUNT)]
+    for i, path in enumerate(paths):
+        Image.fromarray(draw(40, 48, seed=i)).save(path)
+    loader = DataLoader(kind(paths), 3)
+    with pytest.raises(TypeError, match=r"calls torch\.[a-z_.]+, which settles") as raised:
+        accelerate(loader, **CPU)
+    text = str(raised.value)
+    assert "transforms=convert_transforms(transform))" in text and "tv_tensors.Mask" in text
+    listed = DataPrefetcher(
+        DataLoader(WithMask(paths), 3), transforms=convert_transforms(MIRRORED), device="cpu"
+    )
+    for images, masks in listed:
+        assert (images[:, :1] - masks / 255).abs().max() < 0.01
+    assert "as it is: DataPrefetcher(loader)" in text
+    for images, masks in DataPrefetcher(loader, device="cpu"):
+        if kind is InProperty:
+            images, masks = masks, images
+        assert torch.equal(images[:, :1], masks)
+
+
+def test_a_seed_where_nothing_is_sampled_changes_nothing(paths):
+    loader = DataLoader(Masked(paths, transform=v1.Compose([v1.CenterCrop(32), v1.ToTensor()])), 3)
+    for (image, mask), (want, target) in zip(accelerate(loader, **CPU), loader, strict=True):
+        assert (image - want).abs().max() <= 2 / 255 and torch.equal(mask, target)
+
+
+def test_a_seed_between_epochs_is_the_users(paths):
+    class Epochs(Own):
+        def set_epoch(self, epoch):
+            torch.manual_seed(epoch)
+
+    loader = DataLoader(Epochs(paths, READS["Image.open"], MIRRORED), 3)
+    assert len(list(accelerate(loader, **CPU))) == 3
+
+
+class SeededByIndex(Own):
+    def __getitem__(self, index):
+        seed_everything(index)
+        return super().__getitem__(index)
+
+
+def test_a_part_that_samples_does_not_move_out_of_a_dataset_that_seeds(paths):
+    crop, flip, to_tensor = MIRRORED.transforms
+    own = v1.Compose([crop, ImageOps.mirror, flip, to_tensor])
+    loader = DataLoader(SeededByIndex(paths, READS["Image.open"], own), 3)
+    with pytest.raises(TypeError, match=r"seed_everything calls torch\.manual_seed"):
+        accelerate(loader, keep_unknown=True, **CPU)
+    first = v1.Compose([flip, crop, ImageOps.mirror, to_tensor])
+    loader = DataLoader(SeededByIndex(paths, READS["Image.open"], first), 3)
+    assert_same_batches(loader, accelerate(loader, keep_unknown=True, **CPU), atol=1e-6)
 
 
 # --- pictures of one size -----------------------------------------------------------------------

@@ -41,6 +41,7 @@ from gpuprefetch.migrate.folders import (
     joint_view,
     picture_of,
     pipeline_of,
+    refuse_seeding,
     refuse_under_way,
     takes_several,
 )
@@ -240,6 +241,7 @@ def _split_of(
         split = _Split([], plans, is_whole=False, traced=traced)
         objects = traced.objects if traced else ()
         checked = check_sample(view, dataset, encoded=True, needed=True, objects=objects)
+        refuse_seeding(dataset, [op for ops in lists for op in ops])
         return view, replace(split, decoder=checked.decoder), checked
     except (UnsupportedTransformError, UndecodedError, TypeError) as error:
         moves = isinstance(error, (UnsupportedTransformError, UndecodedError))
@@ -247,6 +249,7 @@ def _split_of(
             if not (keep_unknown and moves):
                 raise
             split = _split_late(pipeline, picture_of(dataset))
+            refuse_seeding(dataset, pipeline[len(split.kept) :])
             view = view_of(dataset, split.worker_transform(marked=split.moves or adds))
             return view, split, check_sample(view, dataset, encoded=False, needed=split.moves)
     view = joint_view(dataset, folders)

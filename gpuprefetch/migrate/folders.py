@@ -28,11 +28,19 @@ from gpuprefetch.migrate.dataset_view import (
     view_of,
 )
 from gpuprefetch.migrate.row_functions import is_of_rows, without_pipeline
-from gpuprefetch.migrate.stand_ins import AS_IT_IS, KEPT, TWO_WAYS, LeftEncoded, decodes
+from gpuprefetch.migrate.stand_ins import (
+    AS_IT_IS,
+    KEPT,
+    SEEDED,
+    TWO_WAYS,
+    LeftEncoded,
+    decodes,
+)
 from gpuprefetch.migrate.taken import Takes
 from gpuprefetch.migrate.traced import Chain, LeftTraced
+from gpuprefetch.migrate.unseen import seeding_in
 from gpuprefetch.migrate.untouched import untouched
-from gpuprefetch.policies.known import UnsupportedTransformError, flatten
+from gpuprefetch.policies.known import UnsupportedTransformError, flatten, samples_once
 from gpuprefetch.policies.per_image import Transform
 from gpuprefetch.policies.timm import is_timm
 from gpuprefetch.prefetcher import DataPrefetcher
@@ -161,6 +169,21 @@ def refuse_second_transforms(dataset: object) -> None:
                 f"{type(each).__name__} has a transform, and gets images that are not transformed "
                 f"yet, though {within.name} within it has another one. Give all ops to one of "
                 "them, v2.Compose([*first.transforms, *second.transforms]), and None to the other."
+            )
+
+
+def refuse_seeding(dataset: object, ops: Iterable[Transform]) -> None:
+    """Refuse a dataset that seeds torch for its samples, if any of these ops samples.
+
+    It does so for an image and its mask, say, which on the device would not move alike.
+    """
+    if not any(map(samples_once, ops)):
+        return
+    for each in datasets_in(dataset):
+        if seeding := seeding_in(each):
+            raise TypeError(
+                f"{seeding}, which settles the random parameters of the transform, or gives those "
+                f"of one picture to another. {SEEDED}"
             )
 
 

@@ -64,6 +64,12 @@ TWO_WAYS = (
     "EncodedImage(Path(path).read_bytes(), index, path) and apply no transform, and write "
     f"{BY_HAND}"
 )
+SEEDED = (
+    "On the device each image is sampled anew. Those that __getitem__ returns as "
+    "EncodedImage(Path(path).read_bytes(), index, path), without any transform, have the same "
+    "random parameters as the other images of their sample, and a tv_tensors.Mask beside one "
+    f"follows it: {BY_HAND} {AS_IT_IS}"
+)
 IN_WORKERS = "let the workers decode and call it: accelerate(loader, keep_unknown=True)."
 NO_PICTURE = (
     "It takes PIL images. If it begins with ToPILImage(), it takes what that takes, and if it "
@@ -526,9 +532,7 @@ class _Sample(threading.local):
         if len(self.results) > 1 and torch.initial_seed() != self.seed:
             raise UndecodedError(
                 "torch's seed is set between the images of a sample, so that they are sampled "
-                "alike. On the device each is sampled anew. Those that __getitem__ returns as "
-                "EncodedImage(Path(path).read_bytes(), index, path), without any transform, have "
-                f"the same random parameters: {BY_HAND} {AS_IT_IS}"
+                f"alike. {SEEDED}"
             )
 
 

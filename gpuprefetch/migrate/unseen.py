@@ -1,4 +1,4 @@
-"""What the code of a transform does that its samples do not show.
+"""What the code of a transform or of a dataset does that its samples do not show.
 
 A stand-in tells how often pipelines are called, and in which order. It does not tell that a random
 generator is set, so that two calls sample alike, and ``type()`` of a stand-in is another class.
@@ -12,7 +12,7 @@ import dis
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 
 import numpy as np
 import torch
@@ -52,6 +52,46 @@ def unseen_in(things: Iterable[object]) -> str:
             if isinstance(value, FunctionType) and not is_of_library(value):
                 waiting.append(value)
     return ""
+
+
+def seeding_in(dataset: object) -> str:
+    """Which function sets torch's generator while the dataset makes a sample, in words.
+
+    Looked into are ``__getitem__``, ``__getitems__``, and what these call of the dataset's methods
+    and of other functions. Empty if nothing is found.
+    """
+    waiting = [*_named(dataset, ("__getitem__", "__getitems__"))]
+    looked = set[FunctionType]()
+    while waiting and len(looked) < _MOST:
+        function = waiting.pop(0)
+        if function in looked or is_of_library(function):
+            continue
+        looked.add(function)
+        for value in _loaded_by(function):
+            if isinstance(value, _FUNCTIONS) and (name := _setter(value)).startswith("torch."):
+                return f"{function.__qualname__} calls {name}"
+            if isinstance(value, FunctionType):
+                waiting.append(value)
+        waiting += _named(dataset, _attributes_in(function.__code__))
+    return ""
+
+
+def _named(thing: object, names: Iterable[str]) -> Iterator[FunctionType]:
+    """The functions that an object has under some names, as its own or by its class."""
+    for name in names:
+        value = inspect.getattr_static(thing, name, None)
+        function = value.fget if isinstance(value, property) else value
+        function = getattr(function, "__func__", function)
+        if isinstance(function, FunctionType):
+            yield function
+
+
+def _attributes_in(code: CodeType) -> list[str]:
+    """The names of attributes that a code loads, and those in it."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    loaded = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+    own = [each.argval for each in dis.get_instructions(code) if each.opname in loaded]
+    return own + [name for each in inner for name in _attributes_in(each)]
 
 
 def _setter(value: Callable[..., object]) -> str:
