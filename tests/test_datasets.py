@@ -619,6 +619,50 @@ def test_pictures_are_compared_by_their_pixels(paths):
     moved(Comparing(paths, None))
 
 
+class InFiles(Own):
+    """Keeps in files what it reads, or what its transform makes of that."""
+
+    def __init__(self, paths, folder, keeps):
+        super().__init__(paths, None)
+        self.folder, self.keeps = folder, keeps
+
+    def kept(self, index, name, make):
+        path = self.folder / f"{index}.{name}"
+        if name != self.keeps:
+            return make()
+        if not path.exists():
+            made = make()
+            path.write_bytes(pickle.dumps(made))
+            return made
+        return pickle.loads(path.read_bytes())
+
+    def __getitem__(self, index):
+        opened = self.kept(index, "opened", lambda: Image.open(self.paths[index]))
+        picture = self.kept(index, "picture", lambda: opened.convert("RGB"))
+        return self.kept(index, "image", lambda: self.transform(picture)), index
+
+
+@pytest.mark.parametrize("keeps", ["opened", "picture"])
+def test_pictures_in_files_are_real(paths, tmp_path, keeps):
+    prefetcher = accelerate(DataLoader(InFiles(paths, tmp_path, keeps), 3), **CPU)
+    plain = DataLoader(Own(paths, READS["Image.open"]), 3)
+    for _ in range(2):
+        assert_same_batches(plain, prefetcher, atol=2 / 255)
+    files = [*tmp_path.iterdir()]
+    assert len(files) == COUNT
+    for path in files:
+        assert b"gpuprefetch" not in path.read_bytes()
+        assert np.array(pickle.loads(path.read_bytes())).shape[2] == 3
+
+
+def test_an_image_that_is_not_made_yet_is_in_no_file(paths, tmp_path):
+    dataset = InFiles(paths, tmp_path, "image")
+    with pytest.raises(TypeError, match=r"InFiles\.__getitem__\(0\): .* by copy or pickle"):
+        accelerate(DataLoader(dataset, 3), **CPU)
+    assert not [*tmp_path.iterdir()]
+    assert_same_batches(DataLoader(dataset, 3), DataLoader(Own(paths, READS["Image.open"]), 3))
+
+
 # --- wrappers -----------------------------------------------------------------------------------
 
 

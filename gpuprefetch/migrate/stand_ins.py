@@ -19,6 +19,7 @@ it then, and torchvision's v2 would return a stand-in as it is.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import operator
@@ -173,6 +174,11 @@ class Picture(_Attributes, Encoded):
 
     def __deepcopy__(self, known: object) -> Any:
         return self.copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A dataset may keep pictures in files, which others read. Pickle would compare the class of
+        # the real one with this one's.
+        return copy.copy, (self.as_read(),)
 
     def __eq__(self, other: object) -> bool:
         """Whether the pixels are the same, as of PIL's pictures."""
@@ -340,6 +346,10 @@ class Unusable(Encoded):
         return False
 
     __hash__ = object.__hash__
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # A file of it would be read in the place of an image.
+        _refuse_use("copy or pickle")
 
 
 def _refuse_use(name: str) -> NoReturn:
