@@ -343,6 +343,17 @@ def test_the_two_blurs_differ_by_as_much(kind, side, most):
     assert most / 2 < worst <= most
 
 
+def test_a_change_of_a_mode_is_told(folder):
+    op = ToMode()
+    moved = accelerate(loader_of(folder, [op, *LARGER, v1.ToTensor()]), **CPU)
+    list(moved)
+    op.mode = "L"
+    with pytest.raises(TypeError, match="has changed since accelerate"):
+        next(iter(moved))
+    op.mode = "RGB"
+    list(moved)
+
+
 def test_a_probability_is_kept_and_a_change_of_it_told(folder):
     op = Solarize(0.5)
     loader = loader_of(folder, [*LARGER, op, v1.ToTensor()])

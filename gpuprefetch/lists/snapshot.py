@@ -25,6 +25,8 @@ import torch
 
 from gpuprefetch.lists.chosen import base_of_chosen
 from gpuprefetch.lists.pil_ops import stand_for
+from gpuprefetch.lists.rgb import makes_rgb
+from gpuprefetch.lists.to_tensor import in_torchvision
 from gpuprefetch.policies.known import only_calls_transforms
 from gpuprefetch.policies.registry import LIBRARIES
 
@@ -148,7 +150,9 @@ def _library(op: object) -> str:
 def _is_read(op: object) -> bool:
     kind = type(op)
     known = _library(op) in LIBRARIES or kind in _CONTAINERS or only_calls_transforms(kind)
-    return known or base_of_chosen(op) is not None or stand_for(op) is not None
+    if known or base_of_chosen(op) is not None or stand_for(op) is not None:
+        return True
+    return makes_rgb(op) or in_torchvision(op) is not op
 
 
 class _Same:

@@ -27,7 +27,7 @@ from gpuprefetch.migrate.dataset_view import (
     transform_in,
     view_of,
 )
-from gpuprefetch.migrate.row_functions import is_of_rows, without_pipeline
+from gpuprefetch.migrate.row_functions import function_of, is_of_rows, without_pipeline
 from gpuprefetch.migrate.stand_ins import (
     AS_IT_IS,
     KEPT,
@@ -180,7 +180,7 @@ def refuse_seeding(dataset: object, ops: Iterable[Transform]) -> None:
     if not any(map(samples_once, ops)):
         return
     for each in datasets_in(dataset):
-        if seeding := seeding_in(each):
+        if seeding := seeding_in(function_of(each) if is_of_rows(each) else each):
             raise TypeError(
                 f"{seeding}, which settles the random parameters of the transform, or gives those "
                 f"of one picture to another. {SEEDED}"

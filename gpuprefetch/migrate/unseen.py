@@ -54,13 +54,15 @@ def unseen_in(things: Iterable[object]) -> str:
     return ""
 
 
-def seeding_in(dataset: object) -> str:
-    """Which function sets torch's generator while the dataset makes a sample, in words.
+def seeding_in(thing: object) -> str:
+    """Which function sets torch's generator while a sample is made, in words.
 
-    Looked into are ``__getitem__``, ``__getitems__``, and what these call of the dataset's methods
-    and of other functions. Empty if nothing is found.
+    ``thing`` is a dataset, or a function of rows. Looked into are its ``__getitem__`` or its own
+    code, and what that calls of its methods and of other functions. Empty if nothing is found.
     """
-    waiting = [*_named(dataset, ("__getitem__", "__getitems__"))]
+    waiting = [*_named(thing, ("__getitem__", "__getitems__", "__call__"))]
+    if isinstance(thing, FunctionType):
+        waiting = [thing]
     looked = set[FunctionType]()
     while waiting and len(looked) < _MOST:
         function = waiting.pop(0)
@@ -72,7 +74,7 @@ def seeding_in(dataset: object) -> str:
                 return f"{function.__qualname__} calls {name}"
             if isinstance(value, FunctionType):
                 waiting.append(value)
-        waiting += _named(dataset, _attributes_in(function.__code__))
+        waiting += _named(thing, _attributes_in(function.__code__))
     return ""
 
 
