@@ -294,7 +294,27 @@ def by_two(batch):
     return {"pixel_values": [RANDOM(EXACT(im)) for im in batch["image"]], "label": batch["label"]}
 
 
+def seeded(batch):
+    torch.manual_seed(len(batch["image"]))
+    return by_arguments(batch, RANDOM)
+
+
+class SeededHolder(Holder):
+    def __init__(self):
+        self.pipelines = {"val": RANDOM}
+
+    def seed(self):
+        torch.manual_seed(3)
+
+    def transforms(self, batch):
+        self.seed()
+        return super().transforms(batch)
+
+
 REFUSED = {
+    "seeds": (seeded, r"seeded calls torch\.manual_seed, which settles"),
+    "seeds, with arguments": (functools.partial(seeded), r"calls torch\.manual_seed, which"),
+    "seeds in a method": (SeededHolder().transforms, r"seed calls torch\.manual_seed, which"),
     "sets a global": (counting, "sets 'COUNTED', a variable around it"),
     "uses the result": (halving, "what the transform gave is used"),
     "leaves the picture": (sometimes, "gave a picture that its transform did not get"),

@@ -12,6 +12,7 @@ import dis
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 
 import numpy as np
@@ -60,9 +61,13 @@ def seeding_in(thing: object) -> str:
     ``thing`` is a dataset, or a function of rows. Looked into are its ``__getitem__`` or its own
     code, and what that calls of its methods and of other functions. Empty if nothing is found.
     """
+    while isinstance(thing, partial):
+        thing = thing.func
     waiting = [*_named(thing, ("__getitem__", "__getitems__", "__call__"))]
-    if isinstance(thing, FunctionType):
-        waiting = [thing]
+    function = getattr(thing, "__func__", thing)
+    if isinstance(function, FunctionType):
+        waiting = [function]
+        thing = getattr(thing, "__self__", thing)
     looked = set[FunctionType]()
     while waiting and len(looked) < _MOST:
         function = waiting.pop(0)
