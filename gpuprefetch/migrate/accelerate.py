@@ -97,7 +97,8 @@ def accelerate(
     Raises:
         TypeError: for a loader or dataset that is none of these. A sample whose image is changed
             after its transform, or whose transform gets no such picture, raises it here if it is
-            the first one, and else when it is read; the message names the sample.
+            the first one, and else when it is read; the message names the sample. So does a dataset
+            whose ``__getitem__`` seeds torch, or sets its state, if a transform that moves samples.
         UnsupportedTransformError: for an op that cannot move, with what to do.
 
     Example:
