@@ -5,6 +5,8 @@ import gc
 import io
 import json
 import random
+import sys
+import threading
 import time
 from dataclasses import fields
 from itertools import chain, cycle, islice
@@ -24,6 +26,7 @@ from torch.utils.data import (
     Sampler,
     TensorDataset,
     get_worker_info,
+    random_split,
 )
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
@@ -313,11 +316,12 @@ def test_a_checkpoint_around_a_state_is_named(make):
         ("random_states", [], "a list of generators' states"),
         ("random_states", ["00ff"], "a list of generators' states"),
         ("random_states", [7], "a list of generators' states"),
+        ("random_states", [torch.get_rng_state(), "00ff"], "a list of generators' states"),
         ("continued", "no", "True or False"),
         ("epochs", [1.5], "a list of ints and None"),
         ("samples", "40", "an int, or None"),
         ("kind", 4, "a str"),
-        ("drawn", [0], "a rank, and a checksum or None"),
+        ("drawn", [0], "a rank, and checksums or None"),
     ],
 )
 def test_a_state_is_checked_as_it_is_loaded(name, wrong, accepted):
@@ -514,6 +518,44 @@ def test_the_state_of_a_copy_is_its_own():
     copied = copy.copy(prefetcher)
     next(iterator)
     assert copied.state_dict()["batches"] == 1
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_the_state_of_a_copy_tells_the_order_too(copied):
+    random.seed(1)
+    first = shuffled()
+    next(iter(first))
+    state = copied(first).state_dict()
+    assert state == first.state_dict()
+    resumed = shuffled()
+    resumed.load_state_dict(state)
+    with pytest.raises(ValueError, match="does not begin with the batches that it gave"):
+        iter(resumed)
+
+
+def test_a_thread_may_save_a_state_at_any_moment():
+    quiet, busy = twice(lambda: DataLoader(range(1000), batch_size=1))
+    told = {quiet.state_dict()["batches"]: quiet.state_dict()["drawn"] for _ in quiet}
+    states = []
+    ended = threading.Event()
+
+    def save():
+        while not ended.is_set():
+            states.append(busy.state_dict())
+
+    saving = threading.Thread(target=save)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        saving.start()
+        list(busy)
+    finally:
+        ended.set()
+        saving.join()
+        sys.setswitchinterval(interval)
+    taken = [state for state in states if state["batches"]]
+    assert len(taken) > 100
+    assert all(state["drawn"] == told[state["batches"]] for state in taken)
 
 
 @pytest.mark.parametrize(("epoch", "left"), [(0, 4), (1, 10)])
@@ -994,3 +1036,92 @@ def test_persistent_workers_know_that_the_length_was_asked_for():
     assert len(prefetcher) == 2
     with pytest.warns(UserWarning, match="reported to be 2"):
         assert len(list(prefetcher)) == 20
+
+
+class Shuffles(IterableDataset):
+    """Draws its order and its values in the process that iterates it."""
+
+    def __iter__(self):
+        for number in torch.randperm(40):
+            yield number + torch.rand(())
+
+
+@pytest.mark.parametrize("shuffle", [True, False, None])
+def test_what_a_dataset_draws_in_this_process_goes_on(shuffle):
+    def make():
+        return DataLoader(dataset, 4, shuffle=shuffle)
+
+    dataset = Shuffles() if shuffle is None else Read(lambda _: torch.rand(()))
+    for stop in (1, 3):
+        torch.manual_seed(5)
+        first, resumed = twice(make)
+        iterator = iter(first)
+        list(islice(iterator, stop))
+        state, generator = first.state_dict(), torch.get_rng_state()
+        expected = [listed(iterator), listed(first)]
+        torch.manual_seed(99)
+        resumed.load_state_dict(state)
+        torch.set_rng_state(generator)  # as docs/loop.md has it
+        assert [listed(resumed), listed(resumed)] == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1, None])
+def test_a_stream_that_has_become_shorter_is_refused(workers):
+    def make(count):
+        if workers is None:
+            return [torch.arange(4)] * count
+        return DataLoader(FirstOf(4 * count), batch_size=4, num_workers=workers)
+
+    first, resumed = cpu(make(5)), cpu(make(3))
+    list(islice(first, 4))
+    resumed.load_state_dict(first.state_dict())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"does not begin with the batches.*set_epoch\(1\)"):
+            iter(resumed)
+    resumed.set_epoch(1)
+    assert len(list(resumed)) == 3
+
+
+class FirstOf(Counting):
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return islice(super().__iter__(), self.count)
+
+
+def test_another_split_of_the_same_length_is_refused():
+    def prefetcher(seed):
+        parts = random_split(range(60), [40, 20], torch.Generator().manual_seed(seed))
+        return cpu(DataLoader(parts[0], 4, shuffle=True))
+
+    _, state, rest = parted(prefetcher(0), 3)
+    again = prefetcher(0)
+    again.load_state_dict(saved(state))
+    assert listed(again) == rest
+    other = prefetcher(1)
+    other.load_state_dict(saved(state))
+    with pytest.raises(ValueError, match=r"stand for other samples.*random_split\(dataset"):
+        iter(other)
+    state["drawn"] = state["drawn"][:2]  # of an older version, which saved the keys alone
+    other.load_state_dict(state)
+    assert len(list(other)) == 7
+
+
+def test_a_state_may_say_that_its_epoch_has_not_ended():
+    _, state, rest = parted(cpu(numbers()), 3)
+    resumed = cpu(numbers())
+    resumed.load_state_dict(state | {"ended": False})  # of an older version
+    assert resumed.state_dict()["batches"] == 3
+    assert listed(resumed) == rest
+
+
+def test_the_seed_is_that_of_the_epoch_to_resume():
+    torch.manual_seed(1)
+    _, state, _ = parted(cpu(numbers()), 3)
+    resumed = cpu(numbers())
+    resumed.load_state_dict(state)
+    torch.manual_seed(9)
+    assert resumed.seed == 1
+    list(resumed)
+    assert resumed.seed == 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -45,6 +46,11 @@ def refuse_unknown(loader: Loader) -> None:
 def find(notes: Notes, index: Key, repeat: int) -> Occurrence:
     """The batch that held a sample after it had come ``repeat`` times, and the position there."""
     had = notes.had()
+    if operator.index(repeat) < 0:
+        raise ValueError(
+            f"repeat counts the times that the epoch has had the sample, from 0, got {repeat!r}: "
+            f"replay({index!r}, repeat=0) is the first."
+        )
     found = 0
     for batch in had:
         if index not in batch.keys:
