@@ -709,6 +709,32 @@ class Seedable(RandomSampler):
         return super().__iter__()
 
 
+class OtherName(Sampler):
+    """Keeps its generator under a name of its own."""
+
+    def __init__(self):
+        self.draws = torch.Generator().manual_seed(6)
+
+    def __iter__(self):
+        return iter(torch.randperm(40, generator=self.draws).tolist())
+
+    def __len__(self):
+        return 40
+
+
+@pytest.mark.parametrize("stop", [0, 3])
+def test_a_generator_of_any_name_goes_back(stop):
+    first, resumed = twice(lambda: DataLoader(range(40), 4, sampler=OtherName()))
+    list(first)
+    state = first.state_dict()
+    rest = listed(first)
+    if stop:
+        _, state, rest = parted(first, stop)
+    following = listed(first)
+    resumed.load_state_dict(saved(state))
+    assert [listed(resumed), listed(resumed)] == [rest, following]
+
+
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("kind", ["within", "seedable"])
 def test_generators_of_samplers_within_batch_samplers(kind, same):
