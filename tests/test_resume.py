@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import fields
-from itertools import chain, cycle, islice
+from itertools import chain, count, cycle, islice
 
 import kornia.augmentation as K
 import numpy as np
@@ -438,8 +438,11 @@ def test_what_becomes_of_an_epoch_is_not_told_to_a_copy():
 def test_over_another_loader_the_epoch_begins_at_its_start():
     prefetcher = cpu(numbers())
     next(iter(prefetcher))
+    other = prefetcher.over(numbers())
     prefetcher.load_state_dict(prefetcher.state_dict())
-    assert len(list(prefetcher.over(numbers()))) == 10
+    for other in (other, prefetcher.over(numbers())):
+        assert other.state_dict()["batches"] == 0
+        assert len(list(other)) == 10
     iter(prefetcher)  # dropped at once
     other = prefetcher.over(numbers())
     assert other.state_dict()["epoch"] == 0
@@ -1151,3 +1154,41 @@ def test_the_seed_is_that_of_the_epoch_to_resume():
     assert resumed.seed == 1
     list(resumed)
     assert resumed.seed == 9
+
+
+def interrupted_at(line, iterator):
+    """Raise KeyboardInterrupt at a line of what ``next()`` calls; whether it has so many lines."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        ours = "gpuprefetch" in frame.f_globals.get("__name__", "")
+        if ours and event == "line" and frame.f_code.co_name != "__next__":
+            count += 1
+            if count == line:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        next(iterator)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_a_batch_that_an_interrupt_keeps_from_the_loop_comes_again():
+    for line in count(1):
+        prefetcher = cpu(numbers())
+        iterator = iter(prefetcher)
+        next(iterator)
+        if not interrupted_at(line, iterator):
+            break
+        state = prefetcher.state_dict()
+        assert state["batches"] == 1, line
+    assert line > 20
+    resumed = cpu(numbers())
+    resumed.load_state_dict(state)
+    assert listed(resumed)[0] == [4, 5, 6, 7]

@@ -421,9 +421,7 @@ class Progress:
         """Another one, whose next epoch has the same number and begins at its start."""
         other = self.copied()
         other.forget_unused()
-        # The number of a dropped epoch is taken back already, and its place is left.
-        place = replace(other.place, use=Use.UNUSED)
-        return replace(other, place=place, _next=Beginning.ANEW)
+        return replace(other, place=Place(other.epoch), _next=Beginning.ANEW)
 
     def reset(self, epoch: int) -> None:
         """Begin the next epoch, this one, at its start."""
