@@ -440,9 +440,9 @@ def test_over_another_loader_the_epoch_begins_at_its_start():
     next(iter(prefetcher))
     other = prefetcher.over(numbers())
     prefetcher.load_state_dict(prefetcher.state_dict())
-    for other in (other, prefetcher.over(numbers())):
-        assert other.state_dict()["batches"] == 0
-        assert len(list(other)) == 10
+    for begun in (other, prefetcher.over(numbers())):
+        assert begun.state_dict()["batches"] == 0
+        assert len(list(begun)) == 10
     iter(prefetcher)  # dropped at once
     other = prefetcher.over(numbers())
     assert other.state_dict()["epoch"] == 0
