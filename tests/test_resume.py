@@ -932,6 +932,25 @@ def test_a_state_between_epochs_begins_the_next_one(name, ended):
     assert len(list(resumed)) == len(following)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_that_was_saved_at_its_end_begins_the_next_epoch(workers):
+    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+
+    def make():
+        sampler = samplers.StatefulDistributedSampler(range(40), 2, 1)
+        return stateful(sampler=lambda _: sampler, num_workers=workers)
+
+    first, resumed = twice(make)
+    list(first)
+    state = copy.deepcopy(first.state_dict())
+    first.set_epoch(1)
+    expected = [listed(first), listed(first)]
+    resumed.load_state_dict(state)
+    resumed.set_epoch(1)
+    assert [listed(resumed), listed(resumed)] == expected
+    assert len(expected[0]) == 5
+
+
 def test_where_the_caller_restores_torchs_generator_no_order_comes_twice():
     first, resumed = twice(lambda: numbers(shuffle=True))
     list(first)

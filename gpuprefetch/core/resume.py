@@ -292,6 +292,10 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
             self._skip(batch)
         if order is None and not done:
             self._first = list(islice(self, 1))  # which draws the order
+            if stateful and not self._first:
+                # What the loader saved at an epoch's end may have a sampler give that end again.
+                self._iterator = iter(rest)
+                self._first = list(islice(self, 1))
         elif order is not None and not getattr(rest, "num_workers", 0):
             order.draw()
 
