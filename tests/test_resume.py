@@ -1130,6 +1130,16 @@ def test_a_stream_that_has_become_shorter_is_refused(workers):
     assert len(list(resumed)) == 3
 
 
+def test_the_stream_of_another_rank_may_be_shorter(monkeypatch):
+    first, resumed = (cpu(DataLoader(FirstOf(4 * count), 4)) for count in (5, 3))
+    list(islice(first, 4))
+    state = first.state_dict() | {"world_size": 2}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    resumed.load_state_dict(state)  # as Lightning has rank 0's loaded by all
+    assert [len(list(resumed)) for _ in range(2)] == [0, 3]
+
+
 class FirstOf(Counting):
     def __init__(self, count):
         self.count = count

@@ -86,7 +86,7 @@ class Place:
     continued: bool = False  # whether workers of an earlier epoch lived on
     epochs: Sequence[int | None] = ()  # the samplers' own numbers, see epochs_of()
     samples: int | None = None  # of a map-style dataset
-    drawn: Sequence[int | None] | None = None  # a saved one's: see Notes.drawn()
+    drawn: Sequence[int | None] | None = None  # a saved or copied one's: see Notes.drawn()
     use: Use = Use.UNUSED
 
     @property
@@ -287,6 +287,8 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
         self._iterator = iter(rest)
         for _ in range(skipped):
             batch = self._next_batch()
+            if batch is _END and not _is_of_this_rank(self.place):
+                break  # another rank's stream may be longer
             if batch is _END:
                 raise another_order(self.place)
             self._skip(batch)
@@ -371,14 +373,17 @@ def _drawing_from(loader: Loader, saved: Sequence[str | torch.Tensor]) -> Iterat
 
 def _refuse_another_length(loader: Loader, place: Place) -> None:
     now = length_of_dataset(loader)
-    # Lightning has the state of rank 0 loaded by all, whose datasets may be parts.
-    ours = place.drawn is None or place.drawn[0] == rank()
     known = place.samples is not None and now is not None
-    if place.batches and ours and known and place.samples != now:
+    if place.batches and _is_of_this_rank(place) and known and place.samples != now:
         raise ValueError(
             f"state is of the middle of an epoch of {place.samples} samples; the dataset has "
             f"{now}. Build it as it was, or begin an epoch: set_epoch({place.epoch + 1})."
         )
+
+
+def _is_of_this_rank(place: Place) -> bool:
+    """Whether a saved place is not another rank's: Lightning has that of rank 0 loaded by all."""
+    return place.drawn is None or place.drawn[0] == rank()
 
 
 def another_order(place: Place, advice: str = "") -> ValueError:
