@@ -1191,7 +1191,10 @@ def interrupted_at(line, iterator):
 
     def trace(frame, event, _):
         nonlocal count
-        ours = "gpuprefetch" in frame.f_globals.get("__name__", "")
+        ours = frame.f_globals.get("__name__") in (
+            "gpuprefetch.core.epoch",
+            "gpuprefetch.core.resume",
+        )
         if ours and event == "line" and frame.f_code.co_name != "__next__":
             count += 1
             if count == line:
