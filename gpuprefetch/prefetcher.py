@@ -492,16 +492,18 @@ class DataPrefetcher:
         Raises:
             ValueError: after a batch of a loader with ``in_order=False``, before the epoch's end.
         """
-        place = self._progress.save(self._loader, self._workers.loader)
+        place = self._taken(self._progress.save(self._loader, self._workers.loader))
         ranks = ranks_of(self._loader)
         state: State = {"seed": self.seed, "kind": self._progress.kind}
         state |= place.as_state()
         state["rank"] = ranks.rank
         state["world_size"] = ranks.count
-        notes = self._notes.of_place(place)
-        if notes is not None:
-            state["drawn"] = notes.drawn()
         return state
+
+    def _taken(self, place: Place) -> Place:
+        """An epoch's place as it is now, with what was drawn up to there."""
+        notes = self._notes.of_place(place)
+        return place.taken(None if notes is None else notes.drawn)
 
     def load_state_dict(self, state: State) -> None:
         """Let the next ``iter()`` go on where :meth:`state_dict` was taken.
@@ -659,7 +661,8 @@ class DataPrefetcher:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy begins a new epoch, with its own workers.
-        state = vars(self) | {"_progress": self._progress.copied(), "_notes": self._notes.copied()}
+        progress = self._progress.copied(self._taken(self._progress.place))
+        state = vars(self) | {"_progress": progress, "_notes": self._notes.copied()}
         for name in ("_workers", "_manual", "_beginning"):
             del state[name]
         return state

@@ -270,6 +270,18 @@ def test_old_epochs_are_forgotten(photo_folder):
     assert_replayed(prefetcher, seen, 3, [1])
 
 
+def test_samples_that_are_others_by_now_are_not_shown(photo_folder):
+    dataset = Subset(Numbered(photo_folder), range(10))
+    prefetcher = prefetcher_of(dataset)
+    seen = epoch_of(prefetcher)
+    dataset.indices = range(10, 20)
+    with pytest.raises(ValueError, match=r"other samples under the keys.*preview\(samples="):
+        prefetcher.replay(3)
+    assert prefetcher.preview(samples=[3]).info["titles"][0][0].startswith("3: ")
+    dataset.indices = [*range(10)]
+    assert_replayed(prefetcher, seen, samples=[3])
+
+
 def test_a_collate_function_that_leaves_out_and_sorts(photo_folder):
     def chosen(samples):
         return default_collate([sample for sample in reversed(samples) if sample["target"] % 5])

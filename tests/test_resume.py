@@ -5,9 +5,11 @@ import gc
 import io
 import json
 import random
+import sys
+import threading
 import time
 from dataclasses import fields
-from itertools import chain, cycle, islice
+from itertools import chain, count, cycle, islice
 
 import kornia.augmentation as K
 import numpy as np
@@ -24,6 +26,7 @@ from torch.utils.data import (
     Sampler,
     TensorDataset,
     get_worker_info,
+    random_split,
 )
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop
@@ -313,11 +316,12 @@ def test_a_checkpoint_around_a_state_is_named(make):
         ("random_states", [], "a list of generators' states"),
         ("random_states", ["00ff"], "a list of generators' states"),
         ("random_states", [7], "a list of generators' states"),
+        ("random_states", [torch.get_rng_state(), "00ff"], "a list of generators' states"),
         ("continued", "no", "True or False"),
         ("epochs", [1.5], "a list of ints and None"),
         ("samples", "40", "an int, or None"),
         ("kind", 4, "a str"),
-        ("drawn", [0], "a rank, and a checksum or None"),
+        ("drawn", [0], "a rank, and checksums or None"),
     ],
 )
 def test_a_state_is_checked_as_it_is_loaded(name, wrong, accepted):
@@ -434,8 +438,11 @@ def test_what_becomes_of_an_epoch_is_not_told_to_a_copy():
 def test_over_another_loader_the_epoch_begins_at_its_start():
     prefetcher = cpu(numbers())
     next(iter(prefetcher))
+    other = prefetcher.over(numbers())
     prefetcher.load_state_dict(prefetcher.state_dict())
-    assert len(list(prefetcher.over(numbers()))) == 10
+    for begun in (other, prefetcher.over(numbers())):
+        assert begun.state_dict()["batches"] == 0
+        assert len(list(begun)) == 10
     iter(prefetcher)  # dropped at once
     other = prefetcher.over(numbers())
     assert other.state_dict()["epoch"] == 0
@@ -514,6 +521,44 @@ def test_the_state_of_a_copy_is_its_own():
     copied = copy.copy(prefetcher)
     next(iterator)
     assert copied.state_dict()["batches"] == 1
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_the_state_of_a_copy_tells_the_order_too(copied):
+    random.seed(1)
+    first = shuffled()
+    next(iter(first))
+    state = copied(first).state_dict()
+    assert state == first.state_dict()
+    resumed = shuffled()
+    resumed.load_state_dict(state)
+    with pytest.raises(ValueError, match="does not begin with the batches that it gave"):
+        iter(resumed)
+
+
+def test_a_thread_may_save_a_state_at_any_moment():
+    quiet, busy = twice(lambda: DataLoader(range(1000), batch_size=1))
+    told = {quiet.state_dict()["batches"]: quiet.state_dict()["drawn"] for _ in quiet}
+    states = []
+    ended = threading.Event()
+
+    def save():
+        while not ended.is_set():
+            states.append(busy.state_dict())
+
+    saving = threading.Thread(target=save)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        saving.start()
+        list(busy)
+    finally:
+        ended.set()
+        saving.join()
+        sys.setswitchinterval(interval)
+    taken = [state for state in states if state["batches"]]
+    assert len(taken) > 100
+    assert all(state["drawn"] == told[state["batches"]] for state in taken)
 
 
 @pytest.mark.parametrize(("epoch", "left"), [(0, 4), (1, 10)])
@@ -665,6 +710,32 @@ class Seedable(RandomSampler):
         self.generator = self.generator or torch.Generator()
         self.generator.manual_seed(7)
         return super().__iter__()
+
+
+class OtherName(Sampler):
+    """Keeps its generator under a name of its own."""
+
+    def __init__(self):
+        self.draws = torch.Generator().manual_seed(6)
+
+    def __iter__(self):
+        return iter(torch.randperm(40, generator=self.draws).tolist())
+
+    def __len__(self):
+        return 40
+
+
+@pytest.mark.parametrize("stop", [0, 3])
+def test_a_generator_of_any_name_goes_back(stop):
+    first, resumed = twice(lambda: DataLoader(range(40), 4, sampler=OtherName()))
+    list(first)
+    state = first.state_dict()
+    rest = listed(first)
+    if stop:
+        _, state, rest = parted(first, stop)
+    following = listed(first)
+    resumed.load_state_dict(saved(state))
+    assert [listed(resumed), listed(resumed)] == [rest, following]
 
 
 @pytest.mark.parametrize("same", [False, True])
@@ -861,6 +932,25 @@ def test_a_state_between_epochs_begins_the_next_one(name, ended):
     assert len(list(resumed)) == len(following)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_that_was_saved_at_its_end_begins_the_next_epoch(workers):
+    samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+
+    def make():
+        sampler = samplers.StatefulDistributedSampler(range(40), 2, 1)
+        return stateful(sampler=lambda _: sampler, num_workers=workers)
+
+    first, resumed = twice(make)
+    list(first)
+    state = copy.deepcopy(first.state_dict())
+    first.set_epoch(1)
+    expected = [listed(first), listed(first)]
+    resumed.load_state_dict(state)
+    resumed.set_epoch(1)
+    assert [listed(resumed), listed(resumed)] == expected
+    assert len(expected[0]) == 5
+
+
 def test_where_the_caller_restores_torchs_generator_no_order_comes_twice():
     first, resumed = twice(lambda: numbers(shuffle=True))
     list(first)
@@ -994,3 +1084,143 @@ def test_persistent_workers_know_that_the_length_was_asked_for():
     assert len(prefetcher) == 2
     with pytest.warns(UserWarning, match="reported to be 2"):
         assert len(list(prefetcher)) == 20
+
+
+class Shuffles(IterableDataset):
+    """Draws its order and its values in the process that iterates it."""
+
+    def __iter__(self):
+        for number in torch.randperm(40):
+            yield number + torch.rand(())
+
+
+@pytest.mark.parametrize("shuffle", [True, False, None])
+def test_what_a_dataset_draws_in_this_process_goes_on(shuffle):
+    def make():
+        return DataLoader(dataset, 4, shuffle=shuffle)
+
+    dataset = Shuffles() if shuffle is None else Read(lambda _: torch.rand(()))
+    for stop in (1, 3):
+        torch.manual_seed(5)
+        first, resumed = twice(make)
+        iterator = iter(first)
+        list(islice(iterator, stop))
+        state, generator = first.state_dict(), torch.get_rng_state()
+        expected = [listed(iterator), listed(first)]
+        torch.manual_seed(99)
+        resumed.load_state_dict(state)
+        torch.set_rng_state(generator)  # as docs/loop.md has it
+        assert [listed(resumed), listed(resumed)] == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1, None])
+def test_a_stream_that_has_become_shorter_is_refused(workers):
+    def make(count):
+        if workers is None:
+            return [torch.arange(4)] * count
+        return DataLoader(FirstOf(4 * count), batch_size=4, num_workers=workers)
+
+    first, resumed = cpu(make(5)), cpu(make(3))
+    list(islice(first, 4))
+    resumed.load_state_dict(first.state_dict())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"does not begin with the batches.*set_epoch\(1\)"):
+            iter(resumed)
+    resumed.set_epoch(1)
+    assert len(list(resumed)) == 3
+
+
+def test_the_stream_of_another_rank_may_be_shorter(monkeypatch):
+    first, resumed = (cpu(DataLoader(FirstOf(4 * count), 4)) for count in (5, 3))
+    list(islice(first, 4))
+    state = first.state_dict() | {"world_size": 2}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    resumed.load_state_dict(state)  # as Lightning has rank 0's loaded by all
+    assert [len(list(resumed)) for _ in range(2)] == [0, 3]
+
+
+class FirstOf(Counting):
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return islice(super().__iter__(), self.count)
+
+
+def test_another_split_of_the_same_length_is_refused():
+    def prefetcher(seed):
+        parts = random_split(range(60), [40, 20], torch.Generator().manual_seed(seed))
+        return cpu(DataLoader(parts[0], 4, shuffle=True))
+
+    _, state, rest = parted(prefetcher(0), 3)
+    again = prefetcher(0)
+    again.load_state_dict(saved(state))
+    assert listed(again) == rest
+    other = prefetcher(1)
+    other.load_state_dict(saved(state))
+    with pytest.raises(ValueError, match=r"stand for other samples.*random_split\(dataset"):
+        iter(other)
+    state["drawn"] = state["drawn"][:2]  # of an older version, which saved the keys alone
+    other.load_state_dict(state)
+    assert len(list(other)) == 7
+
+
+def test_a_state_may_say_that_its_epoch_has_not_ended():
+    _, state, rest = parted(cpu(numbers()), 3)
+    resumed = cpu(numbers())
+    resumed.load_state_dict(state | {"ended": False})  # of an older version
+    assert resumed.state_dict()["batches"] == 3
+    assert listed(resumed) == rest
+
+
+def test_the_seed_is_that_of_the_epoch_to_resume():
+    torch.manual_seed(1)
+    _, state, _ = parted(cpu(numbers()), 3)
+    resumed = cpu(numbers())
+    resumed.load_state_dict(state)
+    torch.manual_seed(9)
+    assert resumed.seed == 1
+    list(resumed)
+    assert resumed.seed == 9
+
+
+def interrupted_at(line, iterator):
+    """Raise KeyboardInterrupt at a line of what ``next()`` calls; whether it has so many lines."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        ours = frame.f_globals.get("__name__") in (
+            "gpuprefetch.core.epoch",
+            "gpuprefetch.core.resume",
+        )
+        if ours and event == "line" and frame.f_code.co_name != "__next__":
+            count += 1
+            if count == line:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        next(iterator)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_a_batch_that_an_interrupt_keeps_from_the_loop_comes_again():
+    for line in count(1):
+        prefetcher = cpu(numbers())
+        iterator = iter(prefetcher)
+        next(iterator)
+        if not interrupted_at(line, iterator):
+            break
+        state = prefetcher.state_dict()
+        assert state["batches"] == 1, line
+    assert line > 20
+    resumed = cpu(numbers())
+    resumed.load_state_dict(state)
+    assert listed(resumed)[0] == [4, 5, 6, 7]

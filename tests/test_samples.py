@@ -577,6 +577,8 @@ def test_which_repeat_is_replayed(file):
         assert torch.equal(prefetcher.replay(3, repeat=repeat)[0][0], image)
     with pytest.raises(LookupError, match="sample 3 more than 3 times so far"):
         prefetcher.replay(3, repeat=3)
+    with pytest.raises(ValueError, match=r"from 0, got -1: replay\(3, repeat=0\)"):
+        prefetcher.replay(3, repeat=-1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -406,15 +406,18 @@ class Epoch(Iterator[Batch]):
                     "leave out what cannot be read in the dataset."
                 )
             try:
-                while isinstance(batch := self._take(), Empty):
-                    self._leave_out(batch)
+                while isinstance((slot := self._take()).result, Empty):
+                    self._lookahead.handed_over(slot.fetched)
+                    self._leave_out(slot.result)
+                self._given = True
+                self._stats.batches += 1
+                # Last: where Ctrl-C comes before, the loop has not got this batch.
+                self._lookahead.handed_over(slot.fetched)
+                return slot.result
             except BaseException as error:
                 self._failed = not isinstance(error, StopIteration)
                 self.close()
                 raise
-            self._given = True
-            self._stats.batches += 1
-            return batch
 
     def __reduce__(self) -> NoReturn:
         raise NotImplementedError(
@@ -422,8 +425,8 @@ class Epoch(Iterator[Batch]):
             "state_dict() says where it stands"
         )
 
-    def _take(self) -> Batch:
-        """The next batch: counted, and safe to use on the current stream."""
+    def _take(self) -> Prepared:
+        """The next batch: its images are counted, and it is safe to use on the current stream."""
         lookahead = self._lookahead
         if not self.close.alive:
             raise StopIteration
@@ -444,8 +447,7 @@ class Epoch(Iterator[Batch]):
                 handoff(slot.result, slot.event, lookahead.device)
         if not isinstance(slot.result, Empty):
             self._stats.images += slot.fetched.images
-        lookahead.handed_over(slot.fetched)
-        return slot.result
+        return slot
 
     def _wait(self) -> Slot | None:
         """Wait for the next slot; count the seconds since the last one."""

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpuprefetch.core.nested import Batch, Loader
-from gpuprefetch.core.samplers import attribute, generators_of
+from gpuprefetch.core.samplers import attribute, named_generators_of
 
 TorchLoader: TypeAlias = DataLoader[Batch]
 LoaderState: TypeAlias = Any  # the state of a loader that saves one, else None
@@ -42,7 +42,7 @@ def kind(loader: Loader) -> str:
         shared = f"samples shared out to {max(getattr(loader, 'num_workers', 0), 1)} workers, "
     elif hasattr(loader, "next_iter_state"):  # torchdata's, whose state has one of each worker
         shared = f"{loader.num_workers} workers, "
-    generators = len(generators_of(loader))
+    generators = named_generators_of(loader)  # as older versions count them
     return f"{shared}{batch_size=}, {generators} generators and {own} state of its own"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch.utils.data import DataLoader
@@ -31,6 +31,7 @@ from gpuprefetch.core.loaders import (
 from gpuprefetch.core.nested import Batch, Loader
 from gpuprefetch.core.ranks import may_share_state, rank, ranks_of
 from gpuprefetch.core.samplers import (
+    Key,
     epochs_of,
     generators_of,
     numbered_by_epoch,
@@ -85,7 +86,7 @@ class Place:
     continued: bool = False  # whether workers of an earlier epoch lived on
     epochs: Sequence[int | None] = ()  # the samplers' own numbers, see epochs_of()
     samples: int | None = None  # of a map-style dataset
-    drawn: Sequence[int | None] | None = None  # a saved one's: see Notes.drawn()
+    drawn: Sequence[int | None] | None = None  # a saved or copied one's: see Notes.drawn()
     use: Use = Use.UNUSED
 
     @property
@@ -136,7 +137,7 @@ class Place:
         """The place that a :func:`.core.state.checked` state was taken at; older ones say less."""
         return cls(
             state["epoch"],
-            Reached(state["batches"], state["loader"], "ended" in state),
+            Reached(state["batches"], state["loader"], state.get("ended", False)),
             state["seed"],
             state["random_states"],
             state["continued"],
@@ -144,6 +145,14 @@ class Place:
             state.get("samples"),
             state.get("drawn"),
         )
+
+    def taken(self, drawn: Callable[[int], Sequence[int | None]] | None) -> Place:
+        """Where it stands at this moment, whatever the loop does meanwhile.
+
+        ``drawn`` tells what was drawn for so many batches; without it the saved one's is kept.
+        """
+        now = replace(self)
+        return now if drawn is None else replace(now, drawn=drawn(now.batches))
 
     def as_state(self) -> State:
         """What a state has of it, by the names in :data:`.core.state.FIELDS`."""
@@ -169,6 +178,20 @@ class _SeedApart(torch.Generator):
 
 
 _END = object()  # in place of a batch
+
+
+class _Rest(Iterator[Key]):
+    """What is left of a sampler's order, whose beginning can be drawn before it is asked for."""
+
+    def __init__(self, order: Iterator[Key]) -> None:
+        self._order = order
+
+    def draw(self) -> None:
+        """Let the sampler draw its order now."""
+        self._order = chain(list(islice(self._order, 1)), self._order)
+
+    def __next__(self) -> Key:
+        return next(self._order)
 
 
 class Source(Iterator[tuple[Batch, LoaderState]]):
@@ -220,11 +243,17 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
         with drawing:
             try:
                 self._resume(loader, apart=place.continued or not draws)
-                # A loader without workers draws its order with the first batch: here.
-                self._first = list(islice(self, 1))
             except BaseException:
                 self.close()
                 raise
+        try:
+            if not self._first:
+                # The saved states are those of the epoch's beginning: a dataset that draws in
+                # this process would repeat what it drew for the first batches.
+                self._first = list(islice(self, 1))
+        except BaseException:
+            self.close()
+            raise
 
     def _resume(self, loader: Loader, *, apart: bool) -> None:
         """Begin after the batches that the loop has had.
@@ -245,20 +274,32 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
             if loader.persistent_workers and rest is not loader:
                 loader.generator = seeds  # for the next epoch, which starts its workers anew
         skipped = 0
+        order: _Rest | None = None
         if stateful:
             rest.load_state_dict(copy.deepcopy(self.place.reached.loader))
         elif _can_cut_sampler(loader):
             name = sampler_name(loader)
-            rest = changed(rest, **{name: islice(iter(getattr(loader, name)), done, None)})
+            order = _Rest(islice(iter(getattr(loader, name)), done, None))
+            rest = changed(rest, **{name: order})
         else:
             skipped = done
         self._loader = rest
         self._iterator = iter(rest)
         for _ in range(skipped):
             batch = self._next_batch()
+            if batch is _END and not _is_of_this_rank(self.place):
+                break  # another rank's stream may be longer
             if batch is _END:
-                break
+                raise another_order(self.place)
             self._skip(batch)
+        if order is None and not done:
+            self._first = list(islice(self, 1))  # which draws the order
+            if stateful and not self._first:
+                # What the loader saved at an epoch's end may have a sampler give that end again.
+                self._iterator = iter(rest)
+                self._first = list(islice(self, 1))
+        elif order is not None and not getattr(rest, "num_workers", 0):
+            order.draw()
 
     def __next__(self) -> tuple[Batch, LoaderState]:
         """The next batch and the loader's state after it; the end has that as its value."""
@@ -319,11 +360,11 @@ def _drawing_from(loader: Loader, saved: Sequence[str | torch.Tensor]) -> Iterat
     # Not if the caller has restored it, as the next epoch would repeat the order; nor if the
     # dataset may have.
     undone = not restores_itself(loader) and not torch.equal(before, states[0])
-    torch.set_rng_state(states[0])
-    # A sampler may have made a generator since. Such a sampler draws a seed for each epoch.
-    for generator, state in zip(generators_of(loader), states[1:], strict=False):
-        generator.set_state(state)
     try:
+        torch.set_rng_state(states[0])
+        # A sampler may have made a generator since. Such a sampler draws a seed for each epoch.
+        for generator, state in zip(generators_of(loader), states[1:], strict=False):
+            generator.set_state(state)
         yield
     finally:
         if undone:
@@ -332,14 +373,29 @@ def _drawing_from(loader: Loader, saved: Sequence[str | torch.Tensor]) -> Iterat
 
 def _refuse_another_length(loader: Loader, place: Place) -> None:
     now = length_of_dataset(loader)
-    # Lightning has the state of rank 0 loaded by all, whose datasets may be parts.
-    ours = place.drawn is None or place.drawn[0] == rank()
     known = place.samples is not None and now is not None
-    if place.batches and ours and known and place.samples != now:
+    if place.batches and _is_of_this_rank(place) and known and place.samples != now:
         raise ValueError(
             f"state is of the middle of an epoch of {place.samples} samples; the dataset has "
             f"{now}. Build it as it was, or begin an epoch: set_epoch({place.epoch + 1})."
         )
+
+
+def _is_of_this_rank(place: Place) -> bool:
+    """Whether a saved place is not another rank's: Lightning has that of rank 0 loaded by all."""
+    return place.drawn is None or place.drawn[0] == rank()
+
+
+def another_order(place: Place, advice: str = "") -> ValueError:
+    """The error of a loader that does not give again what it gave before ``place``."""
+    return ValueError(
+        "the loader does not begin with the batches that it gave before the interruption. "
+        "Build it as it was. The order must come from torch's default generator or the "
+        "sampler's own `generator`, and not from an iterator of an earlier epoch. An "
+        "iterable dataset must give the same samples each time that it is iterated, as "
+        f"with a fixed seed.{advice} To begin an epoch in place of resuming this one: "
+        f"set_epoch({place.epoch + 1})."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,17 +422,15 @@ class Progress:
     _asked: bool = False  # whether set_epoch() gave the number of the next one
     _loaded_seed: _LoadedSeed | None = None
 
-    def copied(self) -> Progress:
+    def copied(self, place: Place | None = None) -> Progress:
         """Another one at the same place, whatever becomes of this one's epoch."""
-        return replace(self, place=replace(self.place))
+        return replace(self, place=replace(self.place) if place is None else place)
 
     def anew(self) -> Progress:
         """Another one, whose next epoch has the same number and begins at its start."""
         other = self.copied()
         other.forget_unused()
-        # The number of a dropped epoch is taken back already, and its place is left.
-        place = replace(other.place, use=Use.UNUSED)
-        return replace(other, place=place, _next=Beginning.ANEW)
+        return replace(other, place=Place(other.epoch), _next=Beginning.ANEW)
 
     def reset(self, epoch: int) -> None:
         """Begin the next epoch, this one, at its start."""
@@ -388,7 +442,9 @@ class Progress:
 
     @property
     def seed(self) -> int:
-        """The seed where the user gave none: a loaded state's, or torch's."""
+        """The seed where the user gave none: of what is resumed, a loaded state's, or torch's."""
+        if self._next is Beginning.AT_PLACE and self.place.seed is not None:
+            return self.place.seed
         now = torch.initial_seed()
         loaded = self._loaded_seed
         return now if loaded is None or loaded.torch_seed != now else loaded.seed

@@ -56,9 +56,18 @@ def samplers_of(loader: Loader) -> list[Sampler]:
 
 
 def generators_of(loader: Loader) -> list[torch.Generator]:
-    """The generators that the samplers have, each once."""
-    found = [attribute(sampler, "generator") for sampler in samplers_of(loader)]
+    """The generators that the samplers have, each once: those named ``generator``, then others."""
+    samplers = samplers_of(loader)
+    found = [attribute(sampler, "generator") for sampler in samplers]
+    for sampler in samplers:
+        found += getattr(sampler, "__dict__", {}).values()
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def named_generators_of(loader: Loader) -> int:
+    """How many different ones the samplers have by the name ``generator``."""
+    found = [attribute(sampler, "generator") for sampler in samplers_of(loader)]
+    return len({id(g) for g in found if isinstance(g, torch.Generator)})
 
 
 def random_states(loader: Loader) -> list[str]:

@@ -38,8 +38,16 @@ def _is_generator(value: Any) -> bool:
 def _is_random(value: Any) -> bool:
     if not _is_listed(value, _is_generator) or not value:
         return False
+    own, *others = map(decoded, value)
+    return _is_of_cpu(own) and all(_is_of_cpu(it) or it.numel() == _OF_GPU for it in others)
+
+
+_OF_GPU = 16  # bytes of the state of a generator on a GPU
+
+
+def _is_of_cpu(state: torch.Tensor) -> bool:
     try:
-        torch.Generator("cpu").set_state(decoded(value[0]))
+        torch.Generator("cpu").set_state(state)
     except RuntimeError:  # it is too short, for one
         return False
     return True
@@ -78,8 +86,8 @@ FIELDS = {
     "rank": Field(_is_int, "the number of a rank"),
     "world_size": Field(_is_int, "the number of ranks"),
     "drawn": Field(
-        lambda value: _is_listed(value, _or_none) and len(value) == 2 and value[0] is not None,
-        "a rank, and a checksum or None",
+        lambda value: _is_listed(value, _or_none) and len(value) in (2, 3) and value[0] is not None,
+        "a rank, and checksums or None",
     ),
 }
 # A state has at least one of these; nothing else in a checkpoint has any.

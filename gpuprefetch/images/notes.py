@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpuprefetch.core.nested import Batch, objects
-from gpuprefetch.core.resume import Place
+from gpuprefetch.core.resume import Place, another_order
 from gpuprefetch.core.samplers import Key
 from gpuprefetch.images.division import Share
 from gpuprefetch.images.encoded import EncodedImage
@@ -30,7 +30,8 @@ class Noted(NamedTuple):
     keys: Sequence[Key]  # of its samples, as the sampler gave them; empty where there is none
     names: Sequence[int]  # of its samples
     repeats: Sequence[int]  # how often the epoch has had each before; empty where it has had none
-    checksum: int | None  # of all samples up to here; None where they have no names
+    checksum: int | None  # of all keys up to here, or of the names; None where they have no names
+    named: int | None  # of all names up to here; None where they have none
 
 
 @dataclass(slots=True)
@@ -55,14 +56,14 @@ class Notes:
         self, keys: Sequence[Key], names: Sequence[int] = (), repeats: Sequence[int] = ()
     ) -> None:
         """Note the next batch."""
-        before: int | None = 0 if not self.given else None
-        if self.batches and self.batches[-1].number == self.given - 1:
-            before = self.batches[-1].checksum
-        checksum = None
-        told = keys if isinstance(keys, array) else array("q", names)
-        if len(told) and before is not None:
-            checksum = zlib.crc32(told.tobytes(), before)
-        self.batches.append(Noted(self.given, keys, names, repeats, checksum))
+        checksums = self._checksums()
+        told = names if isinstance(names, array) else array("q", names)
+        seen = keys if isinstance(keys, array) else told
+        checksum = _checksum(seen, checksums[0])
+        # Both are one and the same where the keys are the names.
+        alike = seen is told and checksums[0] == checksums[1]
+        named = checksum if alike else _checksum(told, checksums[1])
+        self.batches.append(Noted(self.given, keys, names, repeats, checksum, named))
         self.shares.pop(self.given - MOST, None)
         self.given += 1
 
@@ -91,37 +92,60 @@ class Notes:
 
     def had(self) -> list[Noted]:
         """The batches that the loop has had."""
-        copied = list(self.batches)  # in one step, as another thread may be adding
-        return [noted for noted in copied if noted.number < self.place.batches]
+        return self._first(self.place.batches)
 
-    def drawn(self) -> tuple[int, int | None]:
-        """The rank, and a checksum of what the loop has had: None where that is not known."""
-        if not self.place.batches:
-            return self.rank, 0
-        had = self.had()
-        known = had and had[-1].number == self.place.batches - 1
-        return self.rank, had[-1].checksum if known else None
+    def _first(self, batches: int) -> list[Noted]:
+        copied = list(self.batches)  # in one step, as another thread may be adding
+        return [noted for noted in copied if noted.number < batches]
+
+    def _checksums(self) -> tuple[int | None, int | None]:
+        """Those of the batches that were noted so far; None where they are not known."""
+        if not self.given:
+            return 0, 0
+        latest = self.batches[-1] if self.batches else None
+        if latest is None or latest.number != self.given - 1:
+            return None, None
+        return latest.checksum, latest.named
+
+    def drawn(self, batches: int) -> tuple[int, int | None, int | None]:
+        """The rank, and checksums of the keys and names of so many batches; None where unknown."""
+        if not batches:
+            return self.rank, 0, 0
+        had = self._first(batches)
+        if not had or had[-1].number != batches - 1:
+            return self.rank, None, None
+        return self.rank, had[-1].checksum, had[-1].named
 
     def refuse_another_order(self) -> None:
         """Compare the batches that a resumed epoch has left out with the loop's of before."""
         if self.place.drawn is None:
             return
-        there, before = self.place.drawn
-        here, now = self.drawn()
+        there, *before = self.place.drawn  # a state of an older version has no names
+        here, *now = self.drawn(self.place.batches)
         if there != here:  # Lightning has the state of rank 0 loaded by all
             return
         short = self.given < self.place.batches
         if short and not self.by_sampler:
             return  # the loader itself went on from its state
-        if short or (before is not None and now != before):
-            raise ValueError(
-                "the loader does not begin with the batches that it gave before the interruption. "
-                "Build it as it was. The order must come from torch's default generator or the "
-                "sampler's own `generator`, and not from an iterator of an earlier epoch. An "
-                "iterable dataset must give the same samples each time that it is iterated, as "
-                "with a fixed seed. To begin an epoch in place of resuming this one: "
-                f"set_epoch({self.place.epoch + 1})."
-            )
+        differ = [
+            saved is not None and saved != new for saved, new in zip(before, now, strict=False)
+        ]
+        if short or any(differ):
+            split = any(differ) and not differ[0]
+            raise another_order(self.place, _SAME_SPLIT if split else "")
+
+
+_SAME_SPLIT = (
+    " Its keys are the same, and stand for other samples: split the dataset as before, as with "
+    "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0))."
+)
+
+
+def _checksum(numbers: array[int], before: int | None) -> int | None:
+    """The checksum of all numbers up to these; None if there are none, or were none before."""
+    if not len(numbers) or before is None:
+        return None
+    return zlib.crc32(numbers.tobytes(), before)
 
 
 class Notebook:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from gpuprefetch.images.notes import Noted, Notes
 from gpuprefetch.images.once import apart_from_epochs, carry_out, collated, read_samples
 from gpuprefetch.images.packer import Packer
 from gpuprefetch.images.prepared import PreparedImages
-from gpuprefetch.images.samples import Origin
+from gpuprefetch.images.samples import Origin, Repeats
 from gpuprefetch.images.stage import Pipeline
 
 
@@ -45,6 +46,11 @@ def refuse_unknown(loader: Loader) -> None:
 def find(notes: Notes, index: Key, repeat: int) -> Occurrence:
     """The batch that held a sample after it had come ``repeat`` times, and the position there."""
     had = notes.had()
+    if operator.index(repeat) < 0:
+        raise ValueError(
+            f"repeat counts the times that the epoch has had the sample, from 0, got {repeat!r}: "
+            f"replay({index!r}, repeat=0) is the first."
+        )
     found = 0
     for batch in had:
         if index not in batch.keys:
@@ -103,6 +109,13 @@ def _packer_of(loader: TorchLoader, pipeline: Pipeline, notes: Notes, number: in
 
 def _read(loader: TorchLoader, packer: Packer, held: Noted) -> Batch:
     """Read the samples of a batch here, and collate them."""
+    names, _ = Repeats(loader.dataset).add(held.keys)
+    if list(names) != list(held.names):
+        raise ValueError(
+            f"the dataset has other samples under the keys of batch {held.number} than it had when "
+            "the model saw them, as a Subset does whose indices are set anew. Show what it has "
+            "now: prefetcher.preview(samples=[index])."
+        )
     batch = collated(loader, packer, read_samples(loader.dataset, held.keys), held)
     if isinstance(batch, Apart):
         raise ValueError(
