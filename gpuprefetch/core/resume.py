@@ -240,13 +240,9 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
         drawing: AbstractContextManager[None] = nullcontext()
         if draws:
             drawing = _drawing_from(loader, place.random_states)
-        with drawing:
-            try:
-                self._resume(loader, apart=place.continued or not draws)
-            except BaseException:
-                self.close()
-                raise
         try:
+            with drawing:
+                self._resume(loader, apart=place.continued or not draws)
             if not self._first:
                 # The saved states are those of the epoch's beginning: a dataset that draws in
                 # this process would repeat what it drew for the first batches.

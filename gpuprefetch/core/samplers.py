@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -57,17 +59,21 @@ def samplers_of(loader: Loader) -> list[Sampler]:
 
 def generators_of(loader: Loader) -> list[torch.Generator]:
     """The generators that the samplers have, each once: those named ``generator``, then others."""
-    samplers = samplers_of(loader)
-    found = [attribute(sampler, "generator") for sampler in samplers]
-    for sampler in samplers:
-        found += getattr(sampler, "__dict__", {}).values()
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+    others = (getattr(sampler, "__dict__", {}).values() for sampler in samplers_of(loader))
+    return _each_once([*_named_generators(loader), *chain.from_iterable(others)])
 
 
 def named_generators_of(loader: Loader) -> int:
     """How many different ones the samplers have by the name ``generator``."""
-    found = [attribute(sampler, "generator") for sampler in samplers_of(loader)]
-    return len({id(g) for g in found if isinstance(g, torch.Generator)})
+    return len(_each_once(_named_generators(loader)))
+
+
+def _named_generators(loader: Loader) -> list[object]:
+    return [attribute(sampler, "generator") for sampler in samplers_of(loader)]
+
+
+def _each_once(found: Iterable[object]) -> list[torch.Generator]:
+    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
 def random_states(loader: Loader) -> list[str]:

@@ -59,7 +59,8 @@ class Steps:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ends: deque[torch.cuda.Event] = deque()  # after the last step, at each hand-over
+        # After a step, recorded at the next hand-over: those the loop has not waited for.
+        self._ends: deque[torch.cuda.Event] = deque()
         # The end of the step before a batch, the event after the batch's work, and whether the
         # loader was late with it.
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event, bool]] = deque()
@@ -72,9 +73,7 @@ class Steps:
         end.record(torch.cuda.current_stream(self._device))
         self._ends.append(end)
         if len(self._ends) > RUN_AHEAD:
-            self._ends[-1 - RUN_AHEAD].synchronize()
-            while len(self._ends) > RUN_AHEAD:
-                self._ends.popleft()
+            self._ends.popleft().synchronize()
 
     def wait_for(self, ready: torch.cuda.Event, *, late: bool) -> None:
         """Note what the next step waits for, and whether the loader was late with that batch."""

@@ -307,8 +307,7 @@ class ImageJob(PendingImages):
             pictures = self._copy_pixels(part, flat)
             if part.call is not None and decoder is not None:
                 self._call_decoder(part.call, pictures)
-                if self._decoding.learn(decoder.streams):
-                    self._learned()
+                self._learn(decoder)
         with Timed(self._stats, "resample"):
             self._launch(number, flat, checked=checked)
 
@@ -367,8 +366,7 @@ class ImageJob(PendingImages):
                 orders.append((part.call, job.images.buffer.tensor, job._copy_pixels(part, flat)))
             with refusals(sum(sizes), decoding.device):
                 decoder.decode_together(orders)
-            if decoding.learn(decoder.streams):
-                jobs[0]._learned()
+            jobs[0]._learn(decoder)
         with Timed(decoding.stats, "resample"):
             for job, flat in zip(jobs, flats, strict=True):
                 job._launch(0, flat, checked=checked)
@@ -381,6 +379,11 @@ class ImageJob(PendingImages):
             for view, output in enumerate(self.outputs):
                 pictures = self.images.pictures(upload.positions, copied, upload.start, view)
                 _resample(self.images, output, upload.positions, pictures)
+
+    def _learn(self, decoder: ImageDecoder) -> None:
+        """Tell, after the first decode, if CUDA kernels decode."""
+        if self._decoding.learn(decoder.streams):
+            self._learned()
 
     def _call_decoder(self, call: Call, out: torch.Tensor) -> None:
         with refusals(call.size, self._decoding.device):

@@ -47,7 +47,7 @@ def take_rows(leaf: Any, rows: torch.Tensor, count: int) -> Any:
     return leaf.with_entries(entries) if isinstance(leaf, PerSample) else type(leaf)(entries)
 
 
-def _apart(entries: Sequence[Any]) -> list[Any]:
+def _apart(entries: Sequence[object]) -> list[object]:
     """Entries of which no two share memory: a loop may change one in place, and not the other."""
     met = set[int]()
     apart = []

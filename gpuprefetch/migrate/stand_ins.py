@@ -172,10 +172,10 @@ class Picture(_Attributes, Encoded):
     def __copy__(self) -> Any:
         return self.copy()
 
-    def __deepcopy__(self, known: object) -> Any:
+    def __deepcopy__(self, known: object) -> object:
         return self.copy()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         # A dataset may keep pictures in files, which others read. Pickle would compare the class of
         # the real one with this one's.
         return copy.copy, (self.as_read(),)
