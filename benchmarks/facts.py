@@ -201,6 +201,14 @@ def machine(device: Device) -> dict[str, Any]:
     }
 
 
+def host_memory() -> dict[str, float]:
+    """Memory of the whole machine in use, and what of it is shared (``/dev/shm``), in GiB."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    used = kib["MemTotal"] - kib["MemAvailable"]
+    return {"host_gib": used / 2**20, "shared_gib": kib["Shmem"] / 2**20}
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -21,7 +21,14 @@ from typing import Any
 
 import ranks
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
@@ -65,9 +72,15 @@ class Settings:
     def resize(self) -> int:
         return self.size * 256 // 224
 
+    def is_part_of(self, files: int) -> bool:
+        """Whether an epoch of this rank is its share of so many files."""
+        return ranks.WORLD > 1 and self.images * ranks.WORLD == files
+
 
 def sampler_of(dataset: Dataset[Any], settings: Settings) -> Sampler[int]:
-    """The order of an epoch: torch's own samplers, where an epoch has each photo once."""
+    """The order of an epoch: torch's own samplers where it has each photo once, by all ranks."""
+    if settings.is_part_of(len(dataset)):  # type: ignore[arg-type]
+        return DistributedSampler(dataset, ranks.WORLD, ranks.RANK, shuffle=settings.train)
     if settings.images != len(dataset):  # type: ignore[arg-type]
         return _Repeated(dataset, num_samples=settings.images)  # type: ignore[arg-type]
     return RandomSampler(dataset) if settings.train else SequentialSampler(dataset)  # type: ignore[arg-type]
@@ -506,6 +519,9 @@ def dali(
 
     cuda = settings.device == "cuda"
     train = settings.train
+    endless = settings.images == ENDLESS
+    # An epoch that ends is the rank's share of the files: see sampler_of.
+    shard = {} if endless else {"shard_id": ranks.RANK, "num_shards": ranks.WORLD}
     decoder |= {"device": "mixed" if cuda else "cpu", "output_type": types.RGB}
     decoded = _dali_images(settings, fused, decoder)
     augment = _dali_policy(policy) if policy else None
@@ -520,7 +536,7 @@ def dali(
     )
     def pipeline() -> Any:
         files, target = fn.readers.file(
-            file_root=settings.data, random_shuffle=train, name="reader"
+            file_root=settings.data, random_shuffle=train, name="reader", **shard
         )
         images = decoded(files)
         images = images if augment is None else augment(images)
@@ -536,7 +552,6 @@ def dali(
         return images, target.gpu() if cuda else target
 
     # Without a reader's name it goes on for ever, around the files: no epoch ends while measured.
-    endless = settings.images == ENDLESS
     last = LastBatchPolicy.FILL if endless else LastBatchPolicy.DROP
     iterator = DALIGenericIterator(
         pipeline(),

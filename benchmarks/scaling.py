@@ -3,21 +3,32 @@
     torchrun --standalone --nproc-per-node=1 benchmarks/scaling.py --data PHOTOS --output x1.json
     torchrun --standalone --nproc-per-node=2 benchmarks/scaling.py --data PHOTOS --output x2.json
     torchrun --standalone --nproc-per-node=2 benchmarks/scaling.py --data PHOTOS --cores-per-rank 4
+    torchrun --standalone --nproc-per-node=8 benchmarks/scaling.py --data PHOTOS --epochs 5 \\
+        --files 13000
 
 The rates are of all processes together. DistributedDataParallel keeps them in step, so steps are
 counted, not seconds. With one process there is none, as in the training example. The step runs on
 another stream than the default, as in train.py. Each rank keeps to its cores: an equal part, or as
 many as ``--cores-per-rank`` says, so that two ranks stand for the first two of eight.
+
+With ``--epochs`` a rank has ``--files`` photos in each, by a ``DistributedSampler`` that is told
+its number; the rates have the epochs' edges. ``host_gib`` is the machine's memory in use beyond
+what was before the loader, ``shared_gib`` what of it is in ``/dev/shm``: of all ranks together.
 """
 
 import argparse
 import gc
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import clock
+import facts
 import harness
 import loaders
+import photos
 import torch
+import torch.distributed as dist
 import train
 from ranks import RANK, WORLD, process_group, take_cores
 from torch.nn.parallel import DistributedDataParallel
@@ -34,22 +45,67 @@ def wrapped(model: torch.nn.Module) -> torch.nn.Module:
     return parallel
 
 
+class Numbered:
+    """Batches of a loader that is told the number of each epoch, as a sampler of ranks must be."""
+
+    def __init__(self, batches: loaders.Batches) -> None:
+        self._batches = batches
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if hasattr(self._batches, "set_epoch"):
+            self._batches.set_epoch(self._epoch)
+        self._epoch += 1
+        return iter(self._batches)
+
+
 def measure(
     batches: loaders.Batches, step: Any, args: argparse.Namespace, *, warmup_steps: int
 ) -> dict[str, Any]:
-    """Rate of ``step(*batch)`` on all processes, in ``repeats`` windows of ``steps`` each."""
-    windows = [warmup_steps, *[args.steps] * args.repeats]
-    seconds = clock.time_steps(batches, step, device=args.device, windows=windows)
-    images = WORLD * args.batch_size * args.steps
-    result = {"images_per_second": clock.quartiles([images / s for s in seconds])}
+    """Rate of ``step(*batch)`` on all processes: in ``repeats`` windows of ``steps``, or epochs."""
+    if args.epochs:
+        result = measure_epochs(batches, step, args)
+    else:
+        windows = [warmup_steps, *[args.steps] * args.repeats]
+        seconds = clock.time_steps(batches, step, device=args.device, windows=windows)
+        images = WORLD * args.batch_size * args.steps
+        result = {"images_per_second": clock.quartiles([images / s for s in seconds])}
     if hasattr(batches, "stats"):
         result["stats"] = batches.stats.as_dict()  # of the first rank
     return result
 
 
+def measure_epochs(batches: loaders.Batches, step: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Rate of whole epochs on all processes, but the first one; the times are the first rank's."""
+    result = clock.measure_epochs(
+        Numbered(batches), step, device=args.device, epochs=args.epochs, began=time.time()
+    )
+    result["images"] *= WORLD
+    result["images_per_second_overall"] *= WORLD
+    rates = [WORLD * rate for rate in result["images_per_second"]["values"]]
+    return {**result, "images_per_second": clock.quartiles(rates), "epochs": args.epochs}
+
+
+def wait_for_all() -> None:
+    if WORLD > 1:
+        dist.barrier()
+
+
+def settings_of(args: argparse.Namespace) -> loaders.Settings:
+    """Of an epoch without end, or of one that is this rank's share of the photos."""
+    if not args.epochs:
+        return loaders.Settings(**harness.settings(args))
+    files = WORLD * args.files
+    if RANK == 0:
+        photos.photo_folder(args.data, files)  # not by all at once
+    wait_for_all()
+    shared = harness.settings(argparse.Namespace(**{**vars(args), "files": files}))
+    return loaders.Settings(**shared, images=args.files)
+
+
 def run(args: argparse.Namespace) -> None:
     document = harness.Document("scaling", args, harness.Device())
-    settings = loaders.Settings(**harness.settings(args))
+    settings = settings_of(args)
     with train.stream_of("own", args.device):
         for model in args.models:
             # In the first step cuDNN times its algorithms: in one that waits for no other rank.
@@ -58,12 +114,20 @@ def run(args: argparse.Namespace) -> None:
             step = train.make_step(model, "eager", args.device, wrapped)
             what: dict[str, Any] = {"model": model, "processes": WORLD, "cores": harness.cores()}
             if args.cores_per_rank:  # a separate row in the table
-                what["model"] = f"{model}, {args.cores_per_rank} cores a GPU"
+                what["model"] += f", {args.cores_per_rank} cores a GPU"
+            if args.epochs:
+                what["model"] += f", epochs of {args.files:,} photos a GPU"
             for column in args.columns:
+                wait_for_all()
+                before = facts.host_memory()
+                wait_for_all()  # no rank's loader is in what was before
                 batches = loaders.build(column, settings)
                 # A resident batch has nothing to settle.
                 warmup_steps = args.steps if column == "synthetic" else args.warmup_steps
                 measured = measure(batches, step, args, warmup_steps=warmup_steps)
+                after = facts.host_memory()
+                measured |= {name: after[name] - before[name] for name in after}
+                wait_for_all()  # every rank's loader is in it
                 del batches
                 gc.collect()  # its threads and workers have ended when the next loader begins
                 what |= {"column": column, "workers": args.workers, "batch_size": args.batch_size}
@@ -76,6 +140,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"])
     parser.add_argument("--columns", nargs="+", help="loaders, with options")
     parser.add_argument("--cores-per-rank", type=int, help="default: an equal part of them all")
+    parser.add_argument("--epochs", type=int, default=0, help="whole epochs of --files photos")
     parser.add_argument("--warmup-steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=60, help="of each repeat")
     parser.add_argument("--repeats", type=int, default=5)

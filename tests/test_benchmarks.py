@@ -327,6 +327,24 @@ def test_scaling(tmp_path):
     assert f"| {one:,.0f} (1.000) | {1.5 * one:,.0f} (0.750) |" in found
 
 
+def test_scaling_of_whole_epochs(tmp_path):
+    output = tmp_path / "scaling.json"
+    ranks = 2
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", str(BENCHMARKS / "scaling.py"), "--tiny"]
+    command += ["--models", "none", "--epochs", "3", "--output", str(output)]
+    subprocess.run(command, check=True, capture_output=True)
+    resident, ours = document(output)["results"]
+    assert ours["model"] == resident["model"] == "none, epochs of 24 photos a GPU"
+    for result in (resident, ours):
+        assert result["images"] == 2 * 24 * ranks  # the first epoch is left out
+        assert result["processes"] == ranks
+        assert result["epochs"] == 3
+        assert len(result["epoch_seconds"]) == 2
+        assert {"edge_ms", "host_gib", "shared_gib"} <= result.keys()
+    assert ours["stats"]["images"] == 3 * 24  # of one rank: its share, and no other's
+
+
 def test_views(tmp_path, in_this_process):
     output = tmp_path / "views.json"
     views.main(["--tiny", "--output", str(output)])
