@@ -273,6 +273,15 @@ def test_whatever_is_wrong_with_a_test_file_fails_the_suite(tmp_path):
         suite_of(tmp_path, {}, "--only", "test_else")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_files_of_a_suite_take_turns_with_the_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    args = suite.parse([])
+    orders = [suite.environment(args, number)["CUDA_VISIBLE_DEVICES"] for number in range(4)]
+    assert orders == ["4,6,7", "6,7,4", "7,4,6", "4,6,7"]
+    assert suite.environment(suite.parse(["--cpu"]), 1)["CUDA_VISIBLE_DEVICES"] == ""
+
+
 def test_a_suites_file_is_named_by_the_gpu():
     for gpu, name in {
         "NVIDIA H100 80GB HBM3": "h100",

@@ -81,9 +81,9 @@ def loader_of(dataset, persistent, **options):
     return DataLoader(dataset, persistent_workers=persistent, **options)
 
 
-def prefetcher_of(dataset, persistent, **options):
-    transforms = [RandomResizedCrop(16)]
-    return DataPrefetcher(loader_of(dataset, persistent, **options), transforms=transforms)
+def prefetcher_of(dataset, persistent, device=None, **options):
+    loader = loader_of(dataset, persistent, **options)
+    return DataPrefetcher(loader, device=device, transforms=[RandomResizedCrop(16)])
 
 
 def validate(prefetcher, epoch):
@@ -396,8 +396,9 @@ def test_a_forked_process_leaves_the_workers_to_its_parent(photo_folder):
         told.append(queue.get())
         child.join()
 
-    ahead = seen(EncodedImageFolder(photo_folder), False, fork)
-    as_ever = seen(Own(photo_folder), False, lambda *_: None, num_workers=0)
+    on = {"device": "cpu"}  # CUDA would not work in the forked process
+    ahead = seen(EncodedImageFolder(photo_folder), False, fork, **on)
+    as_ever = seen(Own(photo_folder), False, lambda *_: None, num_workers=0, **on)
     assert_same(ahead, as_ever)
     assert told[0] == [targets.tolist() for _, targets in ahead[0][6:12]]  # from its start
 

@@ -196,6 +196,20 @@ def test_without_engines_cuda_kernels_decode_on_several_streams(library, as_nvjp
     assert (decoder.streams, decoder.canaries) == (1, True)
 
 
+@pytest.mark.parametrize(("engines", "count"), [(False, 51), (True, 4)])
+def test_a_small_call_is_filled_up_for_cuda_kernels(library, engines, count):
+    """Fewer files would be decoded by a core, to other pixels."""
+    library.engines = engines
+    data = encoded()
+    assert torch.equal(decoded(NvjpegDecoder(CPU), data), pixels(map(decode_cpu, data)))
+    assert library.asked == count
+    many = encoded(15 * SHAPES)
+    assert torch.equal(
+        decoded(NvjpegDecoder(CPU), many, 15 * SHAPES), pixels(map(decode_cpu, many))
+    )
+    assert library.asked == 60
+
+
 def test_torchcodec_is_another_name_of_nvjpeg():
     with pytest.warns(FutureWarning, match='Write decoder="nvjpeg", or leave it out'):
         with pytest.raises(ValueError, match="decoder='nvjpeg' needs a CUDA device"):

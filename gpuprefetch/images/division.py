@@ -17,9 +17,6 @@ from gpuprefetch.transforms.sampling import areas
 
 Flags = npt.NDArray[np.bool_]
 
-# Without engines nvJPEG decodes a call of so many files with CUDA kernels, and one of fewer files
-# with a single core: 36 of ImageNet's photos needed 142 ms, and 56 of them 63 (an H200).
-LEAST_FOR_KERNELS = 51
 # The mean pixels of pictures of which a call's memory, plan.WHOLE_BATCH_BYTES, holds so many.
 LARGE = 3_500_000
 

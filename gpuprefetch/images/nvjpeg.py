@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import io
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,9 @@ _STATUS = (
     "execution failed, no JPEG engines on this GPU, internal error, implementation not supported, "
     "incomplete bitstream"
 ).split(", ")
+# Without engines nvJPEG decodes a call of so many files with CUDA kernels, and one of fewer files
+# with a single core: 36 of ImageNet's photos needed 142 ms, and 56 of them 63 (an H200).
+LEAST_FOR_KERNELS = 51
 _PLANES = 4  # of an nvjpegImage_t, which has their addresses and the bytes of a row of each
 _WORDS = 2 + 2 * _PLANES  # of 8 bytes that nvJPEG is given for each file
 
@@ -70,11 +74,19 @@ def _function(name: str) -> Callable[..., int]:
 
 
 class Decoder:
-    """A decoder of nvJPEG's with its memory; for one thread at a time, on the current device."""
+    """A decoder of nvJPEG's with its memory; for one thread at a time, on the current device.
 
-    def __init__(self, backend: int) -> None:
+    Args:
+        backend: of nvJPEG's enumeration.
+        device: the current one.
+    """
+
+    def __init__(self, backend: int, device: torch.device) -> None:
         self._handle = ctypes.c_void_p()
         self._state = ctypes.c_void_p()
+        self._fills = backend == _GPU_HYBRID
+        self._filled = torch.empty(0)  # the pictures of the files that fill up a call
+        self._device = device
         self.stream: int | None = None  # the handle of the one stream that it is used on
         _call("nvjpegCreateEx", backend, None, None, 0, ctypes.byref(self._handle))
         try:
@@ -103,6 +115,7 @@ class Decoder:
         ``order`` is of :func:`with_addresses`. Pictures are as large as their files say. ``stream``
         is the same in all calls: see Note [A stream's decoder].
         """
+        order = self._for_kernels(order)
         count = len(order) // _WORDS
         files = order.ctypes.data
         lengths = files + 8 * count
@@ -111,6 +124,37 @@ class Decoder:
         both = self._handle, self._state
         _call("nvjpegDecodeBatchedInitialize", *both, count, 1, _RGBI)
         _call("nvjpegDecodeBatched", *both, files, lengths, images, stream)
+
+    def _for_kernels(self, order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The order, with so many tiny files after it that CUDA kernels decode the call.
+
+        A core gives other pixels than the kernels, and how many files are in a call depends on how
+        many batches were there.
+        """
+        lacking = LEAST_FOR_KERNELS - len(order) // _WORDS
+        if not self._fills or lacking <= 0:
+            return order
+        file = _filler()
+        if not self._filled.numel():
+            shape = (LEAST_FOR_KERNELS, *_FILLER, 3)
+            self._filled = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        spans = np.tile([0, len(file)], (lacking, 1))
+        fillers = order_for(spans, np.tile(_FILLER, (lacking, 1)))
+        addressed = with_addresses(fillers, file.ctypes.data, self._filled.data_ptr())
+        return joined([order, addressed])
+
+
+_FILLER = (8, 8)
+
+
+@cache
+def _filler() -> npt.NDArray[np.uint8]:
+    """The smallest JPEG, 8 x 8 and gray in three colors. It is kept: nvJPEG reads it later."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", _FILLER, "gray").save(file, "JPEG", subsampling="4:2:0")
+    return np.frombuffer(file.getvalue(), dtype=np.uint8)
 
 
 def order_for(spans: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -196,7 +240,7 @@ def backend_of(device: torch.device) -> int:
     for backend in (_HARDWARE, _GPU_HYBRID):
         try:
             with torch.cuda.device(device):
-                _idle[device].append(Decoder(backend))
+                _idle[device].append(Decoder(backend, device))
         except torch.OutOfMemoryError:
             raise  # nothing is cached, and the next call tries again
         except RuntimeError as error:
@@ -220,7 +264,7 @@ def lease(device: torch.device) -> Iterator[Decoder]:
             known = (d for d in _idle[device] if d.stream in (None, stream.cuda_stream))
             if (decoder := next(known, None)) is not None:
                 _idle[device].remove(decoder)
-        decoder = decoder or Decoder(backend)
+        decoder = decoder or Decoder(backend, device)
         try:
             yield decoder
         except BaseException:

@@ -17,11 +17,11 @@ from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImageError
 from gpuprefetch.images.collate import encoded_leaves, pack_lists
 from gpuprefetch.images.decoding import Decoding
-from gpuprefetch.images.division import LEAST_FOR_KERNELS
 from gpuprefetch.images.finish import finish
 from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
 from gpuprefetch.images.notes import Notes
+from gpuprefetch.images.nvjpeg import LEAST_FOR_KERNELS
 from gpuprefetch.images.packer import Packer, Packing
 from gpuprefetch.images.plan import SUB_BATCH, SUB_BATCH_BYTES, TOGETHER, ImageCost, cost_of
 from gpuprefetch.images.prepared import PreparedImages, is_encoded

@@ -5,7 +5,8 @@
     python tests/checks/suite.py --only test_resume  # some files; --go-on keeps the others' results
 
 ``--jobs`` files run at a time, the largest first. Tests that are marked ``alone`` go by times: they
-run after all others, a file at a time. A missing GPU is an error, as in CONTRIBUTING.md. A file
+run after all others, a file at a time. Where there are several GPUs the files take turns with the
+first one, and all are visible to each. A missing GPU is an error, as in CONTRIBUTING.md. A file
 whose process ends without a report has failed, and so has one without a test. The exit code tells
 whether a test failed.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import torch
 from bench import TESTS, harness, table
 
 COUNTS = ("passed", "failed", "skipped")
@@ -78,18 +80,32 @@ def read(path: Path) -> Report:
     return report
 
 
-def environment(args: argparse.Namespace) -> dict[str, str]:
-    """Of a test process: its share of the cores, and the GPU or none."""
+def visible_gpus() -> list[str]:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return given.split(",")
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def environment(args: argparse.Namespace, number: int) -> dict[str, str]:
+    """Of a test process: its share of the cores, and the GPUs or none.
+
+    Each file of another ``number`` has another GPU as its first one.
+    """
     threads = max(harness.cores() // args.jobs, 1)
     variables = {"OMP_NUM_THREADS": str(threads)} | dict(os.environ)
     paths = [str(harness.ROOT), variables.get("PYTHONPATH", "")]
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    gpu = {"CUDA_VISIBLE_DEVICES": ""} if args.cpu else {"GPUPREFETCH_REQUIRE_CUDA": "1"}
     variables.pop("GPUPREFETCH_REQUIRE_CUDA", None)
-    return variables | gpu
+    if args.cpu:
+        return variables | {"CUDA_VISIBLE_DEVICES": ""}
+    gpus = visible_gpus()
+    turn = number % max(len(gpus), 1)
+    in_turn = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[turn:] + gpus[:turn])} if gpus else {}
+    return variables | in_turn | {"GPUPREFETCH_REQUIRE_CUDA": "1"}
 
 
-def run(file: Path, marker: str, args: argparse.Namespace) -> Report:
+def run(file: Path, marker: str, args: argparse.Namespace, number: int = 0) -> Report:
     """The tests of a file that have a marker, or have not: ``alone`` or ``not alone``."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +115,11 @@ def run(file: Path, marker: str, args: argparse.Namespace) -> Report:
         options: dict[str, Any] = {"capture_output": True, "text": True, "cwd": harness.ROOT}
         try:
             done = subprocess.run(
-                command, env=environment(args), timeout=args.timeout, check=False, **options
+                command,
+                env=environment(args, number),
+                timeout=args.timeout,
+                check=False,
+                **options,
             )
             ending = f"exit code {done.returncode}"
             lines = (done.stdout + done.stderr).strip().splitlines()[-3:]
@@ -137,7 +157,10 @@ def suite(args: argparse.Namespace, document: Any) -> list[Result]:
             print(f"    {failure}", flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {file: pool.submit(run, file, "not alone", args) for file in files}
+        waiting = {
+            file: pool.submit(run, file, "not alone", args, number)
+            for number, file in enumerate(files)
+        }
         for file, future in waiting.items():
             reports[file] = future.result()
             if not has_alone(file):
