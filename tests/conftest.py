@@ -178,11 +178,12 @@ def small_calls(constants):
 @pytest.fixture
 def as_nvjpeg(monkeypatch):
     """Have the functions of an object called as nvJPEG's; None is a machine that has no nvJPEG."""
-    from gpuprefetch.images import nvjpeg
+    from gpuprefetch.images import nvjpeg, warmup
 
     def forget():
         nvjpeg._idle.clear()
-        nvjpeg.backend_of.cache_clear()
+        nvjpeg._backends.clear()
+        warmup._warm.clear()
 
     def use(library):
         monkeypatch.setattr(nvjpeg, "library", lambda: library)
@@ -190,6 +191,21 @@ def as_nvjpeg(monkeypatch):
 
     yield use
     forget()
+
+
+@pytest.fixture
+def library(monkeypatch, as_nvjpeg):
+    """A fake nvJPEG, on a CPU that is taken for a GPU with engines."""
+    import torch
+    from fakes import Library
+
+    fake = Library()
+    as_nvjpeg(fake)
+    synchronize = functools.partial(fake.log.append, "synchronize")
+    fake.current = types.SimpleNamespace(cuda_stream=7, synchronize=synchronize)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return fake
 
 
 @pytest.fixture

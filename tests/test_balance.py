@@ -135,6 +135,9 @@ class Waits:
     def scratch(self):
         return contextlib.nullcontext()
 
+    def warm_up(self):
+        pass
+
     def asked(self):
         self.asks.release()
 

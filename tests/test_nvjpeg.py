@@ -1,10 +1,5 @@
-import contextlib
 import copy
-import ctypes
-import itertools
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -34,70 +29,6 @@ CPU = torch.device("cpu")
 SHAPES = [(24, 32), (17, 19), (40, 20), (33, 65)]
 
 
-def bytes_at(address, size):
-    return bytes((ctypes.c_uint8 * size).from_address(address))
-
-
-def numbers_at(address, count):
-    return np.frombuffer(bytes_at(address, 8 * count), dtype=np.int64)
-
-
-class Library:
-    """nvJPEG's functions, which decode on the CPU to the addresses that they get."""
-
-    def __init__(self):
-        self.status = {}
-        self.made = itertools.count(1)
-        self.asked = 0
-        self.log = []
-        self.skips = False  # all pictures
-        self.engines = True
-
-    def __getattr__(self, name):
-        if not name.startswith("nvjpeg"):
-            raise AttributeError(name)
-
-        def call(*arguments):
-            self.log.append(name)
-            if status := self.status.get(name, 0):
-                return status
-            return getattr(self, name.removeprefix("nvjpeg"), lambda *_: 0)(*arguments)
-
-        return call
-
-    def CreateEx(self, backend, allocator, pinned, flags, handle):
-        assert backend in (2, 3)
-        assert (allocator, pinned, flags) == (None, None, 0)
-        if backend == 3 and not self.engines:
-            return 7
-        handle._obj.value = next(self.made)
-        return 0
-
-    def GetHardwareDecoderInfo(self, handle, engines, cores):
-        engines._obj.value = 7
-        cores._obj.value = 1
-        return 0
-
-    def DecodeBatchedInitialize(self, handle, state, count, threads, output):
-        assert (threads, output) == (1, 5)
-        self.asked = count
-        return 0
-
-    def DecodeBatched(self, handle, state, files, lengths, images, stream):
-        count = self.asked
-        if self.skips:
-            return 0
-        images = numbers_at(images, 8 * count).reshape(count, 2, 4)
-        places = zip(numbers_at(files, count), numbers_at(lengths, count), strict=True)
-        for (file, length), (planes, pitches) in zip(places, images, strict=True):
-            picture = decode_cpu(bytes_at(int(file), int(length)))
-            width = picture.size(2)
-            assert (pitches.tolist(), planes[1:].tolist()) == ([3 * width, 0, 0, 0], 3 * [0])
-            pixels = picture.permute(1, 2, 0).numpy()
-            ctypes.memmove(int(planes[0]), pixels.tobytes(), pixels.nbytes)
-        return 0
-
-
 class WithoutEngines:
     """nvJPEG on a GPU that has no engines."""
 
@@ -109,18 +40,6 @@ class WithoutEngines:
 
     def nvjpegCreateEx(self, backend, *arguments):
         return 7 if backend == 3 else self.library.nvjpegCreateEx(backend, *arguments)
-
-
-@pytest.fixture
-def library(monkeypatch, as_nvjpeg):
-    """On a CPU that is taken for a GPU with engines."""
-    fake = Library()
-    as_nvjpeg(fake)
-    synchronize = partial(fake.log.append, "synchronize")
-    fake.current = SimpleNamespace(cuda_stream=7, synchronize=synchronize)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    return fake
 
 
 def encoded(shapes=SHAPES, channels=3, **options):

@@ -221,6 +221,7 @@ class Lookahead:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)  # a new thread is on the first GPU
             with self.stage.scratch():
+                self.stage.warm_up()
                 while not self._ready.stopping and self._step():
                     pass
         except BaseException as error:  # the loop might wait for ever

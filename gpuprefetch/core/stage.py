@@ -50,6 +50,13 @@ class Stage(Protocol):
     def scratch(self) -> contextlib.AbstractContextManager[None]:
         """What a thread that prepares batches keeps meanwhile."""
 
+    def warm_up(self) -> None:
+        """Make what a first batch needs whatever is in it, if such batches are sure to come.
+
+        Called in the thread of an epoch before it fetches, while the workers make their batches.
+        It raises nothing: what fails here fails again with the first batch.
+        """
+
     def asked(self) -> None:
         """Called in the loop's thread when it asks for a batch."""
 

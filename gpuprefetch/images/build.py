@@ -23,6 +23,7 @@ from gpuprefetch.images.stage import Pipeline
 from gpuprefetch.images.tail import moves_pixels
 from gpuprefetch.images.tolerance import Tolerance
 from gpuprefetch.images.view import View
+from gpuprefetch.images.warmup import expects_photos
 from gpuprefetch.lists.views import lists_of
 from gpuprefetch.lists.walk import Transforms
 from gpuprefetch.transforms.kernel import HAS_TRITON
@@ -61,7 +62,9 @@ def build_stage(
     return Pipeline(
         views,
         packer,
-        Decoding(device, decoder, parse_bytes(options.memory_budget), stats),
+        Decoding(
+            device, decoder, parse_bytes(options.memory_budget), stats, expects_photos(loader)
+        ),
         Tolerance(options.on_error, options.max_bad, stats),
         stats,
         balancer=Balancer(packer.share, loader, fixed=fixed),
@@ -79,7 +82,7 @@ def rebuilt(stage: Pipeline, loader: Loader) -> Pipeline:
         stage,
         packer=packer,
         balancer=balancer,
-        decoding=stage.decoding.anew(stats=stats),
+        decoding=stage.decoding.anew(stats=stats, expects_photos=expects_photos(loader)),
         tolerance=replace(stage.tolerance, seen={}, stats=stats),
         stats=stats,
     )

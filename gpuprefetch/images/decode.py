@@ -90,6 +90,10 @@ class ImageDecoder(ABC):
         """What decodes, for :func:`gpuprefetch.explain`."""
         return self.name
 
+    def warm_up(self) -> None:
+        """Make what the first call needs whatever its files are. By default that is nothing."""
+        return
+
     def missing(self) -> str:
         """Why nothing can be decoded here; empty if a small picture can, which is tried."""
         if torch.version.hip:
@@ -141,6 +145,9 @@ class NvjpegDecoder(ImageDecoder):
     # Engines fill and run empty in each call, and a call of CUDA kernels needs as long as its
     # largest file.
     joins = True
+
+    def warm_up(self) -> None:
+        nvjpeg.backend_of(self.device)
 
     def missing(self) -> str:
         # Nothing is tried, which would need memory of the GPU: the loader may have no photos.

@@ -30,6 +30,7 @@ class Decoding:
     decoder: ImageDecoder | None  # of the files that are left to the GPU
     memory_budget: int | None  # bytes for all batches that are ready or in preparation
     stats: Stats
+    expects_photos: bool = False  # whether the loader surely has JPEGs, before any was read
     # Batches that are prepared side by side; more than one after a first decode by CUDA kernels.
     streams: int = field(default=1, init=False)
     # Whether CUDA kernels decode, as the GPU has no engines; known after the first batch.

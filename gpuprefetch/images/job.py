@@ -19,8 +19,7 @@ from gpuprefetch.images.plan import WHOLE_BATCH_BYTES, lay_out, readable
 from gpuprefetch.images.prepared import Call, Part, Plan, PreparedImages, Upload
 from gpuprefetch.images.rows import PendingImages
 from gpuprefetch.transforms.head import Head
-from gpuprefetch.transforms.kernel import HAS_TRITON, INTERPRETED
-from gpuprefetch.transforms.launch import CANARY, Launches
+from gpuprefetch.transforms.launch import CANARY, Launches, runs_on
 from gpuprefetch.transforms.pieces import Pieces
 from gpuprefetch.transforms.reference import Doubles, Ints
 from gpuprefetch.transforms.sampling import Sizes
@@ -191,7 +190,7 @@ class ImageJob(PendingImages):
 
     def _can_launch(self) -> bool:
         """Whether the kernel resamples here: it runs on a GPU, and does not compute in float64."""
-        runs = HAS_TRITON if self._decoding.device.type == "cuda" else INTERPRETED
+        runs = runs_on(self._decoding.device)
         return runs and all(output.head.dtype != torch.float64 for output in self.outputs)
 
     def _hand_over_pixels(self) -> None:

@@ -233,16 +233,30 @@ def _call(name: str, *arguments: object) -> None:
 _idle: defaultdict[torch.device, list[Decoder]] = defaultdict(list)
 _choosing = threading.Lock()
 
+_backends: dict[torch.device, int] = {}
+_trying = threading.Lock()  # the first decoder of a device is made once
 
-@cache
+
 def backend_of(device: torch.device) -> int:
-    """The backend for a CUDA device, tried once: the engines, or CUDA kernels if it has none."""
+    """The backend for a CUDA device, tried once: the engines, or CUDA kernels if it has none.
+
+    The decoder that it was tried with is kept. A failure is not remembered: the next call tries
+    again.
+    """
+    if device not in _backends:
+        with _trying:
+            if device not in _backends:
+                _backends[device] = _try_backends(device)
+    return _backends[device]
+
+
+def _try_backends(device: torch.device) -> int:
     for backend in (_HARDWARE, _GPU_HYBRID):
         try:
             with torch.cuda.device(device):
                 _idle[device].append(Decoder(backend, device))
         except torch.OutOfMemoryError:
-            raise  # nothing is cached, and the next call tries again
+            raise
         except RuntimeError as error:
             failed = error
         else:

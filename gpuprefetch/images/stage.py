@@ -17,6 +17,7 @@ from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImageError
 from gpuprefetch.images.collate import encoded_leaves, pack_lists
 from gpuprefetch.images.decoding import Decoding
+from gpuprefetch.images.division import Share
 from gpuprefetch.images.finish import finish
 from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
@@ -31,6 +32,7 @@ from gpuprefetch.images.targets import refuse_unfollowed
 from gpuprefetch.images.tensors import transform_tensors
 from gpuprefetch.images.tolerance import Tolerance, bad_images
 from gpuprefetch.images.view import View
+from gpuprefetch.images.warmup import is_warm, warm_up
 from gpuprefetch.transforms.random import batch_seed, derive
 
 _UNEVEN = (
@@ -101,6 +103,15 @@ class Pipeline:
     def scratch(self) -> contextlib.AbstractContextManager[None]:
         return self.decoding.scratch()
 
+    def warm_up(self) -> None:
+        if self.decoding.expects_photos:
+            self._warm_up(photos=Share.of(self.packer.share).part < 1)
+
+    def _warm_up(self, *, photos: bool) -> None:
+        """``photos`` says whether files are left to the decoder."""
+        decoder = self.decoding.decoder if photos else None
+        warm_up(self.device, decoder, [view.head for view in self.views])
+
     def cost(self, batch: Batch) -> ImageCost:
         heads = [view.head for view in self.views]
         return cost_of(batch, heads, self.decoding.copies)
@@ -108,6 +119,8 @@ class Pipeline:
     def receive(self, batch: Batch, number: int, waited: float) -> tuple[Batch, int]:
         batch, packed = pack_lists(batch, Packing(self.packer))
         self.notes.see(number, packed)
+        if packed and not is_warm(self.device):
+            self._warm_up(photos=any(part.call for each in packed for part in each.plan.parts))
         for images in packed:
             for name, count in images.report.counts.items():
                 self.stats.add(name, count)

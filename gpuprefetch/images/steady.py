@@ -113,6 +113,14 @@ def _within(dataset: Dataset) -> list[Dataset]:
     return [*dataset.datasets] if reads is ConcatDataset.__getitem__ else []
 
 
+def first_file(dataset: Dataset) -> str:
+    """The path of a folder's first file, also of a subset of the folder; empty for others."""
+    if reader_of(dataset) is EncodedImageFolder.__getitem__:
+        samples = vars(dataset).get("samples")
+        return str(samples[0][0]) if samples else ""
+    return next((path for part in _within(dataset) if (path := first_file(part))), "")
+
+
 def reader_of(dataset: Dataset) -> Callable[..., object] | None:
     """What reads a sample of a folder: its class's ``__getitem__``, or what a view says of itself.
 

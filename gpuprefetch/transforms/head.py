@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpuprefetch.transforms.launch import coloring, resample, resample_each
+from gpuprefetch.transforms.launch import Launches, Table, coloring, resample, resample_each
 from gpuprefetch.transforms.pieces import Pieces, Places
 from gpuprefetch.transforms.random import Keys, fold
 from gpuprefetch.transforms.reference import Ints
@@ -185,6 +185,19 @@ class Head:
             device=device,
             memory_format=self.memory_format or torch.contiguous_format,
         )
+
+    def compile(self, *, checked: bool) -> None:
+        """Compile what launches a usual batch, for the current device; nothing is launched.
+
+        Usual are pictures ``(H, W, 3)`` that leave no padding. Another batch, and results of their
+        own sizes, have another kernel, which their first launch compiles.
+        """
+        if not isinstance(self.size, tuple) or self.dtype == torch.float64:
+            return
+        table = Table(words=None, firsts=[0, 1], steps=[3], padded=False)
+        out = self.empty(1, "meta")
+        launches = Launches(table, out, torch.uint8, self.interpolation, self.fill)
+        launches.compile(checked=checked)
 
     def result_bytes(self, count: int) -> int:
         """Bytes that the results of ``count`` images need on the device until they are ready."""

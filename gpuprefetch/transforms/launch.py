@@ -1,7 +1,8 @@
 """One launch for a batch of images of different sizes: its table, its grid, and its constants."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Unpack
 
 import numpy as np
@@ -49,6 +50,25 @@ MAX_REGISTERS: int | None = None
 # The color of a picture that no decoder has written yet, red in the lowest byte. See Note
 # [Canaries] in images/decode.py.
 CANARY = 0x05FC03
+
+# Stands for an address where nothing is launched: as wide as one, and aligned for Triton.
+_ANY_ADDRESS = 1 << 40
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels run there: compiled on a GPU, in Triton's interpreter on a CPU."""
+    return kernel.HAS_TRITON if device.type == "cuda" else kernel.INTERPRETED
+
+
+def load_triton() -> None:
+    """Have Triton do, on the current device, what its first kernel in a process waits for.
+
+    That is a hash of Triton's own files: 0.39 s on 16 cores. The smallest kernel is compiled for
+    it, or read from Triton's cache.
+    """
+    kernel.canary_kernel.warmup(
+        _ANY_ADDRESS, _ANY_ADDRESS, 0, OWN_SIZES=0, CANARY=CANARY, num_warps=1, grid=(1,)
+    )
 
 
 def resample(
@@ -343,21 +363,44 @@ class Launches:
         """
         first, last = self._firsts[number : number + 2]
         images = last - first
+        if isinstance(self._out, torch.Tensor):
+            across, down = _tiles(*self._out.shape[2:])
+            layers = images * self._groups
+        else:
+            across = self._tiles[number]
+            down = 1
+            layers = self._groups
+        checks = -(-images // (across * down)) if survived else 0
+        grid = (across, down, layers + checks)
+        self._call(kernel.resample_kernel[grid], number, address, numbers, survived)
+
+    def compile(self, *, checked: bool) -> None:
+        """Compile the kernel of the first launch for the current device, and launch nothing.
+
+        ``checked`` says whether it is to look for canaries.
+        """
+        compiled = partial(kernel.resample_kernel.warmup, grid=(1, 1, 1))
+        self._call(compiled, 0, _ANY_ADDRESS, _ANY_ADDRESS, _ANY_ADDRESS if checked else 0)
+
+    def _call(
+        self,
+        run: Callable[..., object],
+        number: int,
+        address: int,
+        numbers: int,
+        survived: int,
+    ) -> None:
+        """Call the kernel, or what compiles it: by these arguments Triton tells kernels apart."""
+        first, last = self._firsts[number : number + 2]
         strides: Sequence[int] = (0, 0, 0, 0)  # which the table has
         size: Sequence[int] = (0, 0)
         if isinstance(self._out, torch.Tensor):
             out = self._out
             strides = out.stride()
             size = out.shape[2:]
-            across, down = _tiles(*size)
-            layers = images * self._groups
         else:
             (out,) = self._out
-            across = self._tiles[number]
-            down = 1
-            layers = self._groups
-        checks = -(-images // (across * down)) if survived else 0
-        kernel.resample_kernel[across, down, layers + checks](
+        run(
             address,
             numbers,
             first,
@@ -365,7 +408,7 @@ class Launches:
             *strides,
             *size,
             survived,
-            images,
+            last - first,
             STRIDE_X=self._steps[number],
             CANARY=CANARY if survived else 0,
             **self._constants,
