@@ -1027,7 +1027,7 @@ class Rewound(Masked):
 class Forked(Masked):
     def __getitem__(self, index):
         picture, mask = self.masked(index)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):  # with several GPUs torch warns of all of them
             image = self.transform(picture)
         return image, self.mask_transform(mask)
 

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,11 +157,12 @@ def suite(args: argparse.Namespace, document: Any) -> list[Result]:
             print(f"    {failure}", flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {
-            file: pool.submit(run, file, "not alone", args, number)
+        running = {
+            pool.submit(run, file, "not alone", args, number): file
             for number, file in enumerate(files)
         }
-        for file, future in waiting.items():
+        for future in as_completed(running):
+            file = running[future]
             reports[file] = future.result()
             if not has_alone(file):
                 tell(file)
