@@ -89,6 +89,11 @@ class _Window:
         return median(map(mean, runs))
 
     @property
+    def late_part(self) -> float:
+        """The part of the time that the loader was waited for."""
+        return self.late / self.seconds
+
+    @property
     def waited_part(self) -> float:
         """The part of the time that the loop waited."""
         return self.waited / self.seconds
@@ -119,10 +124,11 @@ class _Pause:
 
 
 class _Try(NamedTuple):
-    """A rise of the share that is to show whether it helps."""
+    """Another share that is to show whether it helps; what was before."""
 
-    share: float  # before the rise
+    share: float
     period: float
+    late: float  # a part of the time
 
 
 class Balancer:
@@ -130,12 +136,16 @@ class Balancer:
 
     A busy worker can cost the training thread more than it saves the GPU, so the share starts at
     none. It rises while the loop waits for decode, as long as batches then come faster. As soon as
-    the workers are late, the latest rise is taken back, or the share is halved.
+    the workers are late, the latest rise is taken back, or the share is halved. If batches then
+    come more slowly, the share is as before: decode was the limit all the same, and workers may be
+    as late as that.
 
     Example, of a loop that waits for a tenth of its time at a share of 0.2::
 
         share 0.2, period 20.0 ms -> try 0.3 -> period 18.6 ms: kept
         (kept because 18.6 < (1 - KEEPS * 0.1) * 20.0)
+        share 0.3, period 18.6 ms, workers late -> try 0.15 -> period 20.9 ms: 0.3 again
+        (not kept because 20.9 > (1 + KEEPS * 0.15) * 18.6)
     """
 
     def __init__(self, share: torch.Tensor, loader: Loader, *, fixed: bool) -> None:
@@ -150,7 +160,8 @@ class Balancer:
         self._window = _Window()
         self._tried: _Try | None = None
         self._pause = _Pause()
-        self._usual = 0.0  # lateness without a share, a part of the time
+        # Lateness that does no harm: without a share, or where a fall did not help.
+        self._usual = 0.0
 
     @property
     def value(self) -> float:
@@ -186,32 +197,54 @@ class Balancer:
             self._window = _Window()
             return
         window.add(period, waited)
-        seconds = window.seconds
-        is_late = window.late > (self._usual + LATE) * seconds
+        is_late = window.late_part > self._usual + LATE
         if self.value and not window.batches % FEW and is_late:
-            self._give_up(self._tried.share if self._tried else self.value / 2)
-        elif window.batches >= (WINDOW if seconds < LONG else FEW):
+            self._take_back()
+        elif window.batches >= (WINDOW if window.seconds < LONG else FEW):
             if not self.value:
-                self._usual = window.late / seconds
+                self._usual = window.late_part
             self._judge(window.period, window.waited_part)
             self._window = _Window()
 
+    def _take_back(self) -> None:
+        """The workers are late: undo the try that may have made them so, or try half the share."""
+        window = self._window
+        tried = self._tried
+        if tried is None:
+            self._tried = _Try(self.value, window.period, window.late_part)
+            self._set(self.value / 2 if self.value > LEAST else 0.0)
+        elif tried.share < self.value:
+            self._give_up(tried.share)
+        else:  # half of it did not help against that
+            self._judge_fall(tried, window.period)
+
+    def _judge_fall(self, tried: _Try, period: float) -> None:
+        """Decide whether fewer photos for the workers were better, or decode is the limit."""
+        if period > (1 + KEEPS * (tried.share - self.value)) * tried.period:
+            self._usual = max(self._usual, tried.late)
+            self._give_up(tried.share)
+        else:
+            self._give_up(self.value)
+
     def _judge(self, period: float, waited: float) -> None:
         """Decide after a window with this median period; the loop ``waited`` a part of its time."""
-        if self._tried is not None:
-            share, before = self._tried
-            if not share and self.value == LEAST and (higher := self._higher(waited)) > LEAST:
+        tried = self._tried
+        if tried is not None:
+            if tried.share > self.value:
+                self._judge_fall(tried, period)
+                return
+            if not tried.share and self.value == LEAST and (higher := self._higher(waited)) > LEAST:
                 self._set(higher)  # and judge both at once
                 return
             self._tried = None
-            if period > (1 - KEEPS * (self.value - share)) * before:
-                self._give_up(share)
+            if period > (1 - KEEPS * (self.value - tried.share)) * tried.period:
+                self._give_up(tried.share)
                 return
             self._pause.shorten()
         if not self._pause.is_over():
             return
         if waited > WAITED and (share := self._higher(waited)) >= self.value + LEAST:
-            self._tried = _Try(self.value, period)
+            self._tried = _Try(self.value, period, self._window.late_part)
             self._set(share)
 
     def _higher(self, waited: float) -> float:
