@@ -212,13 +212,19 @@ def _of_scaling(quote: Quote, documents: list[Document]) -> Values:
         for r in d["results"]
         if (r["model"], r["column"]) == (quote.cell, column)
     }
-    if not {1, many} <= runs.keys():
+    if many not in runs:
         return [], False
-    rate, one = (runs[n]["images_per_second"]["median"] for n in (many, 1))
-    forms = {"images/s": rate, "times one": rate / one, "% lost": 100 * (1 - rate / one / many)}
+    rate = runs[many]["images_per_second"]["median"]
+    forms = {"images/s": rate}
+    if 1 in runs:
+        one = runs[1]["images_per_second"]["median"]
+        forms |= {"times one": rate / one, "% lost": 100 * (1 - rate / one / many)}
+    kept = {"GiB of the host": "host_gib", "GiB shared": "shared_gib", "ms an edge": "edge_ms"}
+    forms |= {words: runs[many][key] for words, key in kept.items() if key in runs[many]}
     if stats := runs[many].get("stats"):
         forms["ms to read a batch"] = 1000 * stats["read_seconds"] / stats["batches"]
         forms["ms to pack a batch"] = 1000 * stats["collate_seconds"] / stats["batches"]
+        forms["ms to pin a batch"] = 1000 * stats["pin_seconds"] / stats["batches"]
     if quote.quantity not in forms:
         raise LookupError(f"no such quantity; {list(forms)} are")
     return [forms[quote.quantity]], False
