@@ -304,6 +304,15 @@ def broken_rules(document: Document) -> list[str]:
     return found
 
 
+def scaling_rates(results: list[Result]) -> dict[tuple[str, str, int], list[float]]:
+    """Images per second in each round, by model, column and number of processes."""
+    rates: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for r in results:
+        key = r["model"], r["column"], r["processes"]
+        rates[key].append(r["images_per_second"]["median"])
+    return rates
+
+
 def sizes_rounds(results: list[Result]) -> dict[str, dict[str, dict[str, dict[int, float]]]]:
     """Rates of sizes.py: model -> file -> column -> round -> images a second.
 

@@ -314,20 +314,6 @@ def measure_epochs(
     return found
 
 
-def time_steps(
-    batches: Iterable[Any], step: Callable[..., Any], *, device: str, windows: Iterable[int]
-) -> list[float]:
-    """Seconds of windows of so many steps each; the first one is the warm-up and left out."""
-    loop = Loop(iter(batches), step, device)
-    marks = Marks(device)
-    for steps in windows:
-        for _ in range(steps):
-            loop.take()
-        marks.add()
-    synchronize(device)
-    return marks.seconds()
-
-
 def time_calls(
     run: Callable[[], Any], device: str, *, warmup: int, repeats: int
 ) -> dict[str, float]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import protocol
-from cells import RESULTS, Document, Machine, Result, sizes_rounds, train_cells
+from cells import RESULTS, Document, Machine, Result, scaling_rates, sizes_rounds, train_cells
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 COMMENT = re.compile(r"<!-- = (.*?) -->", flags=re.DOTALL)
@@ -206,22 +206,24 @@ def _of_scaling(quote: Quote, documents: list[Document]) -> Values:
     """Columns are a loader and a number of processes: ``gpuprefetch / 4``."""
     column, processes = quote.columns
     many = int(processes)
-    runs = {
-        r["processes"]: r
+    runs = [
+        r
         for d in documents
         for r in d["results"]
         if (r["model"], r["column"]) == (quote.cell, column)
-    }
-    if many not in runs:
+    ]
+    rates = scaling_rates(runs)
+    here = [r for r in runs if r["processes"] == many]
+    if not here:
         return [], False
-    rate = runs[many]["images_per_second"]["median"]
+    rate = statistics.median(rates[quote.cell, column, many])
     forms = {"images/s": rate}
-    if 1 in runs:
-        one = runs[1]["images_per_second"]["median"]
+    if alone := rates.get((quote.cell, column, 1)):
+        one = statistics.median(alone)
         forms |= {"times one": rate / one, "% lost": 100 * (1 - rate / one / many)}
     kept = {"GiB of the host": "host_gib", "GiB shared": "shared_gib", "ms an edge": "edge_ms"}
-    forms |= {words: runs[many][key] for words, key in kept.items() if key in runs[many]}
-    if stats := runs[many].get("stats"):
+    forms |= {words: here[0][key] for words, key in kept.items() if key in here[0]}
+    if stats := here[0].get("stats"):
         forms["ms to read a batch"] = 1000 * stats["read_seconds"] / stats["batches"]
         forms["ms to pack a batch"] = 1000 * stats["collate_seconds"] / stats["batches"]
         forms["ms to pin a batch"] = 1000 * stats["pin_seconds"] / stats["batches"]

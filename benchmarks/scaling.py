@@ -11,14 +11,16 @@ counted, not seconds. With one process there is none, as in the training example
 another stream than the default, as in train.py. Each rank keeps to its cores: an equal part, or as
 many as ``--cores-per-rank`` says, so that two ranks stand for the first two of eight.
 
-With ``--epochs`` a rank has ``--files`` photos in each, by a ``DistributedSampler`` that is told
-its number; the rates have the epochs' edges. ``host_gib`` is the machine's memory in use beyond
-what was before the loader, ``shared_gib`` what of it is in ``/dev/shm``: of all ranks together.
+Each column runs in every round, and warms up until the first rank's windows stand still. With
+``--epochs`` a rank has ``--files`` photos in each, by a ``DistributedSampler`` that is told its
+number; the rates have the epochs' edges. ``host_gib`` is the machine's memory in use beyond what
+was before the loader, ``shared_gib`` what of it is in ``/dev/shm``: of all ranks together.
 """
 
 import argparse
 import gc
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,17 +61,53 @@ class Numbered:
         return iter(self._batches)
 
 
-def measure(
-    batches: loaders.Batches, step: Any, args: argparse.Namespace, *, warmup_steps: int
-) -> dict[str, Any]:
+def agreed(flag: bool, args: argparse.Namespace) -> bool:
+    """What the first rank says: all of them have to take as many steps."""
+    if WORLD == 1:
+        return flag
+    said = torch.tensor([flag], device=args.device)
+    dist.broadcast(said, 0)
+    return bool(said)
+
+
+def settle(loop: clock.Loop, args: argparse.Namespace) -> dict[str, Any]:
+    """Windows of ``steps`` until the rate stands still, or for ``most_windows``.
+
+    Slabs are pinned one by one in the first batches, and with eight ranks that takes long.
+    """
+    rates = deque[float](maxlen=clock.SETTLED_WINDOWS)
+    steps = 0
+    still = False
+    for _ in range(args.most_windows):
+        begin = time.perf_counter()
+        for _ in range(args.steps):
+            loop.take()
+        steps += args.steps
+        rates.append(1 / (time.perf_counter() - begin))
+        close = max(rates) <= (1 + clock.SETTLED_WITHIN) * min(rates)
+        still = len(rates) == rates.maxlen and close
+        if agreed(still, args):
+            break
+    return {"settled": still, "settle_steps": steps}
+
+
+def measure(batches: loaders.Batches, step: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Rate of ``step(*batch)`` on all processes: in ``repeats`` windows of ``steps``, or epochs."""
     if args.epochs:
         result = measure_epochs(batches, step, args)
     else:
-        windows = [warmup_steps, *[args.steps] * args.repeats]
-        seconds = clock.time_steps(batches, step, device=args.device, windows=windows)
+        loop = clock.Loop(iter(batches), step, args.device)
+        result = settle(loop, args)
+        marks = clock.Marks(args.device)
+        marks.add()
+        for _ in range(args.repeats):
+            for _ in range(args.steps):
+                loop.take()
+            marks.add()
+        clock.synchronize(args.device)
         images = WORLD * args.batch_size * args.steps
-        result = {"images_per_second": clock.quartiles([images / s for s in seconds])}
+        rates = [images / seconds for seconds in marks.seconds()]
+        result["images_per_second"] = clock.quartiles(rates)
     if hasattr(batches, "stats"):
         result["stats"] = batches.stats.as_dict()  # of the first rank
     return result
@@ -104,6 +142,7 @@ def settings_of(args: argparse.Namespace) -> loaders.Settings:
 
 
 def run(args: argparse.Namespace) -> None:
+    limit = harness.TimeLimit(args.stop_after)
     document = harness.Document("scaling", args, harness.Device())
     settings = settings_of(args)
     with train.stream_of("own", args.device):
@@ -115,24 +154,31 @@ def run(args: argparse.Namespace) -> None:
             what: dict[str, Any] = {"model": model, "processes": WORLD, "cores": harness.cores()}
             if args.cores_per_rank:  # a separate row in the table
                 what["model"] += f", {args.cores_per_rank} cores a GPU"
+            if args.workers != harness.cores():
+                what["model"] += f", {args.workers} workers a GPU"
             if args.epochs:
                 what["model"] += f", epochs of {args.files:,} photos a GPU"
-            for column in args.columns:
+            what |= {"workers": args.workers, "batch_size": args.batch_size}
+            for number, column in harness.in_rounds(args.columns, args.rounds):
+                what |= {"column": column}
+                if agreed(document.is_done(what, number), args):
+                    continue
+                if agreed(limit.is_over(), args):
+                    return
+                started = time.monotonic()
                 wait_for_all()
                 before = facts.host_memory()
                 wait_for_all()  # no rank's loader is in what was before
                 batches = loaders.build(column, settings)
-                # A resident batch has nothing to settle.
-                warmup_steps = args.steps if column == "synthetic" else args.warmup_steps
-                measured = measure(batches, step, args, warmup_steps=warmup_steps)
+                measured = measure(batches, step, args)
                 after = facts.host_memory()
                 measured |= {name: after[name] - before[name] for name in after}
                 wait_for_all()  # every rank's loader is in it
                 del batches
                 gc.collect()  # its threads and workers have ended when the next loader begins
-                what |= {"column": column, "workers": args.workers, "batch_size": args.batch_size}
+                limit.note(time.monotonic() - started)
                 if RANK == 0:
-                    document.add({**what, **measured})
+                    document.add({**what, "round": number, **measured})
 
 
 def main(words: list[str] | None = None) -> None:
@@ -141,10 +187,12 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--columns", nargs="+", help="loaders, with options")
     parser.add_argument("--cores-per-rank", type=int, help="default: an equal part of them all")
     parser.add_argument("--epochs", type=int, default=0, help="whole epochs of --files photos")
-    parser.add_argument("--warmup-steps", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=60, help="of each repeat")
-    parser.add_argument("--repeats", type=int, default=5)
-    tiny = {"warmup_steps": 1, "steps": 2, "repeats": 2}
+    parser.add_argument("--rounds", type=int, default=2, help="each the other way round")
+    parser.add_argument("--steps", type=int, default=60, help="of each window")
+    parser.add_argument("--most-windows", type=int, default=20, help="of the warm-up")
+    parser.add_argument("--repeats", type=int, default=5, help="windows that are measured")
+    parser.add_argument("--stop-after", type=float, help="seconds, for a time that is limited")
+    tiny = {"rounds": 1, "most_windows": 1, "steps": 2, "repeats": 2}
     take_cores(parser.parse_args(words).cores_per_rank)  # before the workers are counted
     args = harness.parse_arguments(parser, words, **tiny)
     args.columns = args.columns or ["synthetic", "gpuprefetch"] + ["dali"] * (not args.cpu)

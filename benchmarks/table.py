@@ -36,6 +36,7 @@ from cells import (
     Result,
     broken_rules,
     read,
+    scaling_rates,
     sizes_rounds,
     title,
     train_cells,
@@ -312,16 +313,16 @@ def memory_table(results: list[dict[str, Any]]) -> str:
     return pivot("", cells)
 
 
-def scaling_table(results: list[dict[str, Any]]) -> str:
+def scaling_table(results: list[Result]) -> str:
     """Images per second of all processes, and in brackets the share of as many times one's."""
-    rates = {
-        (r["model"], r["column"], r["processes"]): r["images_per_second"]["median"] for r in results
-    }
+    rates = scaling_rates(results)
     cells = {}
-    for (model, column, processes), rate in sorted(rates.items(), key=lambda item: item[0][2]):
+    for (model, column, processes), found in sorted(rates.items(), key=lambda item: item[0][2]):
+        rate = statistics.median(found)
         one = rates.get((model, column, 1))
-        share = f" ({rate / (processes * one):.3f})" if one else ""
-        cells[f"{model}: {name(column)}", str(processes)] = f"{rate:,.0f}{share}"
+        share = f" ({rate / (processes * statistics.median(one)):.3f})" if one else ""
+        range_ = f", {min(found):,.0f} to {max(found):,.0f}" if len(found) > 1 else ""
+        cells[f"{model}: {name(column)}", str(processes)] = f"{rate:,.0f}{share}{range_}"
     return pivot("images/s (of as many times one GPU's)", cells)
 
 

@@ -325,6 +325,12 @@ def test_scaling(tmp_path):
     two = results[1] | {"processes": 2, "images_per_second": {"median": 1.5 * one}}
     found = table.scaling_table([*results, two])
     assert f"| {one:,.0f} (1.000) | {1.5 * one:,.0f} (0.750) |" in found
+    again = two | {"round": 1, "images_per_second": {"median": 1.7 * one}}
+    found = table.scaling_table([*results, two, again])
+    both = f"{1.5 * one:,.0f} to {1.7 * one:,.0f}"
+    assert f"| {one:,.0f} (1.000) | {1.6 * one:,.0f} (0.800), {both} |" in found
+    scaling.main(["--tiny", "--models", "none", "--output", str(output)])
+    assert document(output)["results"] == results  # all was done
 
 
 def test_scaling_of_whole_epochs(tmp_path):
@@ -1297,7 +1303,7 @@ def test_the_check_fails_for_a_wrong_number_on_a_page(tmp_path, monkeypatch):
 
 def test_quotes_of_other_benchmarks():
     policy = {"policy": "RandAugment", "side": "dali", "host_ms": 22.88}
-    stats = {"read_seconds": 0.5, "collate_seconds": 1.0, "batches": 100}
+    stats = {"read_seconds": 0.5, "collate_seconds": 1.0, "pin_seconds": 0.1, "batches": 100}
     shared = {"model": "m", "column": "dali", "stats": stats}
     speeds = ((1, 100.0), (4, 390.0))
     scaling = [{**shared, "processes": n, "images_per_second": {"median": s}} for n, s in speeds]
