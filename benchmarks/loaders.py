@@ -482,6 +482,8 @@ def dali(
     hw_decoder_load: float | None = None,
     prefetch_queue_depth: int | None = None,
     hybrid_huffman_threshold: int | None = None,
+    dynamic: bool = False,
+    capture: bool = False,
 ) -> Batches:
     """DALI's own training pipeline: file reader, decode fused with the random crop, resize.
 
@@ -498,6 +500,8 @@ def dali(
         hw_decoder_load: share of the photos for the JPEG engines; None is DALI's default, as below.
         prefetch_queue_depth: batches that the pipeline has ready.
         hybrid_huffman_threshold: pixels from which the GPU does the Huffman decoding.
+        dynamic: operators called one by one, without a pipeline: see :func:`_dali_dynamic`.
+        capture: the same, and DALI makes a pipeline of them by itself.
     """
     threads = min(8, cores()) if threads is None else threads
     if threads > cores():
@@ -519,6 +523,11 @@ def dali(
 
     cuda = settings.device == "cuda"
     train = settings.train
+    if dynamic or capture:
+        options = {"threads": threads, "dynamic": True, "capture": capture}
+        if policy or prefetch_queue_depth is not None or not fused:
+            raise Missing("DALI's dynamic mode has no policy, queue or unfused decode here")
+        return Converted(_dali_dynamic(settings, decoder, threads, capture), tuple, options)
     endless = settings.images == ENDLESS
     # An epoch that ends is the rank's share of the files: see sampler_of.
     shard = {} if endless else {"shard_id": ranks.RANK, "num_shards": ranks.WORLD}
@@ -580,6 +589,55 @@ def _dali_images(settings: Settings, fused: bool, decoder: dict[str, Any]) -> Ca
         return fn.resize(fn.decoders.image_random_crop(files, **crop, **decoder), **size)
 
     return decoded
+
+
+def _dali_dynamic(
+    settings: Settings, decoder: dict[str, Any], threads: int, capture: bool
+) -> Batches:
+    """DALI's dynamic mode, as its guide has it: a loop over a reader that calls operators.
+
+    Its reader's epoch is the files, and the last batch is filled up with pictures that count as
+    well. An epoch without end is one after the other.
+    """
+    import nvidia.dali.experimental.dynamic as ndd
+    from nvidia.dali import types
+
+    endless = settings.images == ENDLESS
+    shard = {} if endless else {"shard_id": ranks.RANK, "num_shards": ranks.WORLD}
+    ndd.set_num_threads(threads)
+    where = "gpu" if settings.device == "cuda" else "cpu"
+    reader = ndd.readers.File(file_root=settings.data, random_shuffle=settings.train, **shard)
+    side = [settings.size] * 2
+    crop = {"random_area": SCALE, "random_aspect_ratio": RATIO}
+
+    def images_of(files: Any, count: int) -> Any:
+        if settings.train:
+            pictures = ndd.decoders.image_random_crop(files, device=where, **crop, **decoder)
+            pictures = ndd.resize(pictures, size=side, antialias=True)
+            mirror = ndd.random.coin_flip(probability=0.5, batch_size=count)
+        else:
+            pictures = ndd.decoders.image(files, device=where, **decoder)
+            pictures = ndd.resize(pictures, resize_shorter=settings.resize, antialias=True)
+            mirror = 0
+        return ndd.crop_mirror_normalize(
+            pictures,
+            crop=side,
+            mirror=mirror,
+            mean=[255 * value for value in MEAN],
+            std=[255 * value for value in STD],
+            dtype=types.FLOAT16,
+            output_layout="HWC",
+        )
+
+    def epoch() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for files, target in reader.next_epoch(batch_size=settings.batch_size, capture=capture):
+            images = images_of(files, files.batch_size).torch().permute(0, 3, 1, 2).to(torch.bfloat16)
+            labels = target.torch().squeeze(1).long()
+            yield images, labels.to(settings.device, non_blocking=True)
+
+    if not endless:
+        return Again(epoch)
+    return Again(lambda: (batch for _ in repeat(None) for batch in epoch()))
 
 
 def _dali_policy(name: str) -> Callable[[Any], Any]:

@@ -886,6 +886,7 @@ def test_a_copy_without_git_knows_its_commit_and_what_was_changed(tmp_path):
 LOADERS = ["synthetic", "ready", "gpuprefetch", "gpuprefetch:policy=ra,erasing=0.5", "timm"]
 LOADERS += ["torchvision:policy=ta", "torchvision:backend=tensor", "dali", "dali:policy=ra"]
 LOADERS += ["torchvision:backend=references", "torchvision:backend=tensor,normalize=gpu"]
+LOADERS += ["dali:dynamic=True", "dali:capture=True"]
 LOADERS += ["kornia", "kornia:policy=ra", "timm:policy=ra", "spdl", "ffcv"]
 
 
