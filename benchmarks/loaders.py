@@ -631,9 +631,9 @@ def _dali_dynamic(
 
     def epoch() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for files, target in reader.next_epoch(batch_size=settings.batch_size, capture=capture):
-            images = images_of(files, files.batch_size).torch().permute(0, 3, 1, 2).to(torch.bfloat16)
+            images = images_of(files, files.batch_size).torch().permute(0, 3, 1, 2)
             labels = target.torch().squeeze(1).long()
-            yield images, labels.to(settings.device, non_blocking=True)
+            yield images.to(torch.bfloat16), labels.to(settings.device, non_blocking=True)
 
     if not endless:
         return Again(epoch)
