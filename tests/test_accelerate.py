@@ -1158,6 +1158,25 @@ def test_explain_does_not_try_under_the_callers_autocast():
         assert "float32 (N, 3, 7, 7)" in explain([gpuprefetch.Resize((9, 9)), blur])
 
 
+@pytest.mark.parametrize(
+    ("options", "anew"),
+    [
+        ({"num_workers": 1}, True),
+        ({"num_workers": 1, "persistent_workers": True}, False),
+        ({}, False),  # there are none
+    ],
+)
+def test_explain_says_whose_workers_start_anew(photo_folder, options, anew):
+    class Own(EncodedImageFolder):
+        def __getitem__(self, index):
+            return super().__getitem__(index)
+
+    line = "workers start anew in each epoch: DataLoader(persistent_workers=True) keeps them"
+    for dataset, expected in ((Own(photo_folder), anew), (EncodedImageFolder(photo_folder), False)):
+        prefetcher = DataPrefetcher(DataLoader(dataset, 4, **options), device="cpu")
+        assert (explain(prefetcher).splitlines()[-1] == line) is expected
+
+
 def test_explain_takes_what_a_prefetcher_takes():
     jitter, noise = K.ColorJitter(0.1, 0.1), v2.GaussianNoise()
     for ops in ([gpuprefetch.Resize((9, 9)), jitter, noise], [K.Resize((9, 9)), noise]):

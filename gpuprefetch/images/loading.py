@@ -498,6 +498,13 @@ def may_live_on(loader: TorchLoader, packer: Packer) -> bool:
     return started and has_keys(loader) and is_known(loader) and reads_alone(loader, packer)
 
 
+def starts_workers_anew(loader: Loader) -> bool:
+    """Whether each epoch starts workers of its own, and ``persistent_workers=True`` would not."""
+    if not isinstance(loader, DataLoader) or loader.persistent_workers or not loader.num_workers:
+        return False
+    return loader.worker_init_fn is not None or Steady.of(loader.dataset) is None
+
+
 def _has_room() -> bool:
     """Whether half of the shared memory is free: workers that live on keep theirs."""
     with suppress(OSError):  # not on every platform

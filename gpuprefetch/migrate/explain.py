@@ -11,6 +11,7 @@ from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import image_of
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import EncodedImageFolder
+from gpuprefetch.images.loading import starts_workers_anew
 from gpuprefetch.images.view import View
 from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import Transforms, opened, why_refused
@@ -21,6 +22,9 @@ from gpuprefetch.policies.per_image import Loop, PerImage, RandomCrops
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.random import trial_draws
+
+
+_ANEW = "workers start anew in each epoch: DataLoader(persistent_workers=True) keeps them"
 
 
 def explain(
@@ -37,8 +41,9 @@ def explain(
     Returns:
         A line per step, with where it runs, what it gives, and why it is not fused. For a
         prefetcher the first line says what decodes encoded images: JPEG engines and how many, the
-        GPU without them, or the CPU and why. For what ``accelerate`` gave, or a ``DataLoader``, the
-        plan that ``accelerate`` prints comes first, or why it would refuse that loader.
+        GPU without them, or the CPU and why. The last one says if each epoch starts its workers
+        anew. For what ``accelerate`` gave, or a ``DataLoader``, the plan that ``accelerate`` prints
+        comes first, or why it would refuse that loader.
 
     Example:
         >>> print(explain([gpuprefetch.RandomResizedCrop(224), K.RandomHorizontalFlip(), blur]))
@@ -65,13 +70,18 @@ def _dry_run(loader: DataLoader[Any]) -> str:
 
 
 def _of_prefetcher(prefetcher: DataPrefetcher) -> list[str]:
+    epochs = []
+    if starts_workers_anew(prefetcher.wrapped):
+        epochs = [
+            "workers start anew in each epoch: DataLoader(persistent_workers=True) keeps them"
+        ]
     encoded = _gives_encoded(prefetcher)
     if encoded is False:
-        return [_of_tensors(view) for view in prefetcher.views]
+        return [_of_tensors(view) for view in prefetcher.views] + epochs
     decode = f"by {prefetcher.decoding}"
     if encoded is None:
         decode += ", where images are encoded"
-    return [_explain(view, decode) for view in prefetcher.views]
+    return [_explain(view, decode) for view in prefetcher.views] + epochs
 
 
 def _of_tensors(view: View) -> str:
