@@ -23,7 +23,6 @@ from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import Transform
 from gpuprefetch.transforms.random import trial_draws
 
-
 _ANEW = "workers start anew in each epoch: DataLoader(persistent_workers=True) keeps them"
 
 
