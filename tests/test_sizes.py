@@ -361,6 +361,9 @@ def test_a_choice_for_a_whole_batch_is_refused_for_a_list():
         ValueError, match=r"v2\.RandomApply\(\[RandomHorizontalFlip\(\.\.\.\)\], p=0.5"
     ):
         next(iter(prefetcher_of(numbered(FILES[:2]), transforms=ops)))
+    pictures = [(torch.rand(3, 12, 18), i) for i in range(4)]  # of one size
+    ((images, _),) = prefetcher_of(pictures, transforms=ops)
+    assert images.shape == (4, 3, 9, 13)
     ops[-1] = v2.RandomApply([K.RandomHorizontalFlip(p=1.0)], p=0.5)
     ((images, _),) = prefetcher_of(numbered(FILES[:2]), transforms=ops)
     assert [image.shape[1] for image in images] == [9, 9]

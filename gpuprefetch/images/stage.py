@@ -258,6 +258,7 @@ class Pipeline:
         end_reading()
 
     def close(self) -> None:
+        self._decoded.clear()  # of a call whose epoch has ended before all of its batches
         unmap_dead()
 
 

@@ -76,6 +76,9 @@ class View:
         """
         try:
             view = _view_of(read_for_files(transforms), dtype, memory_format, form)
+            if view.head.has_own_sizes:  # tensors have one size
+                for transform in view.tail:
+                    refuse_choice_for_batch(transform)
         except ValueError as error:
             if files_alone:
                 raise
@@ -275,8 +278,6 @@ def _view_of(
 def _view(plan: Plan, head: Head, tail: Sequence[Transform], *, levels: bool = False) -> View:
     """The view with these transforms, whose results may have sizes of their own."""
     if head.has_own_sizes:
-        for transform in tail:
-            refuse_choice_for_batch(transform)
         carried_on = any(isinstance(op, GivenOp) and op.dtype is None for op in head.ops)
         head = replace(head, is_followed=bool(tail) or carried_on)
     return View(plan, head, tail, levels, ValueCheck(head, tail))
