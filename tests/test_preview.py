@@ -130,6 +130,22 @@ def test_a_crop_is_told_in_pixels_of_the_original(photo_folder):
         assert title == words.format(half=half)
 
 
+@pytest.mark.parametrize("results", ["list", "padded"])
+def test_ops_on_images_of_their_own_sizes_are_told(photo_folder, results):
+    loader = DataLoader(EncodedImageFolder(photo_folder), batch_size=4)
+    ops = [Resize(SIDE), v2.RandomAffine((30, 30), translate=(0.5, 0.5))]
+    own = DataPrefetcher(loader, transforms=ops, device="cpu", seed=5, results=results)
+    (images, _), *_ = DataPrefetcher(loader, transforms=ops, device="cpu", seed=5)
+    for sample, image in enumerate(images[:2]):
+        # What is sampled depends on the size of each image.
+        same = [Resize((*image.shape[1:],)), ops[1]]
+        one_size = DataPrefetcher(loader, transforms=same, device="cpu", seed=5)
+        (told,), (want,) = (
+            each.preview(samples=[sample]).info["titles"] for each in (own, one_size)
+        )
+        assert told == want and "move" in told[1]
+
+
 def test_a_mix_is_told_with_its_chains(photo_folder):
     loader = folder_loader(photo_folder, [v2.Resize((SIDE, SIDE)), v2.AugMix()])
     ((_, title),) = loader.preview(1).info["titles"]

@@ -16,7 +16,16 @@ from torch.utils.data import (
     default_collate,
 )
 
-from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, EncodedImageFolder, Resize
+from gpuprefetch import (
+    BadImageError,
+    DataPrefetcher,
+    EncodedImage,
+    EncodedImageFolder,
+    Patches,
+    PatchPadding,
+    Resize,
+    ResizeToSequence,
+)
 from gpuprefetch import RandomResizedCrop as Crop
 from gpuprefetch.images import notes as _notes
 from gpuprefetch.images.collate import HostStage
@@ -249,6 +258,21 @@ def test_beside_a_bad_image(photo_folder, on_error):
         prefetcher.replay(9)
     assert prefetcher.bad_images == bad  # they are not counted again
     assert prefetcher.stats.bad_images == count
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize("results", ["padded", Patches(8, 1), PatchPadding(8, 6)])
+def test_a_bad_image_of_a_batch_that_has_no_rows(photo_folder, results, on_error):
+    dataset = Numbered(photo_folder, broken=(1,))
+    loader = DataLoader(dataset, batch_size=3)
+    resize = [ResizeToSequence(8, 6)]
+    prefetcher = DataPrefetcher(
+        loader, device="cpu", transforms=resize, results=results, on_error=on_error
+    )
+    next(iter(prefetcher))
+    with pytest.raises(BadImageError, match=r"no model has seen it: .* \(sample 1 of the dataset"):
+        prefetcher.replay(1)
+    assert prefetcher.replay(2)["target"].tolist() == [2]
 
 
 def test_several_outputs_and_pictures_of_their_own_size(photo_folder):

@@ -279,6 +279,96 @@ def test_a_padded_batch_holds_the_list(name, memory_format):
                 assert batch.images.is_contiguous(memory_format=memory_format)
 
 
+@pytest.mark.parametrize("results", [Padding(8, fill=-3.5), Padding(8, fill=0.25)])
+def test_the_fill_comes_after_ops_on_levels(results):
+    """RandomInvert runs on uint8, which cannot hold the fill."""
+    ops = [v2.Resize(12), v2.RandomInvert(1.0), *NORMALIZED]
+    options = {"transforms": ops, "memory_format": torch.channels_last, "batch_size": 3}
+    lists = prefetcher_of(numbered(FILES[:3]), **options)
+    ((images, _),) = lists
+    ((batch, _),) = prefetcher_of(numbered(FILES[:3]), results=results, **options)
+    assert bool((batch.images[2, :, 12:] == results.fill).all())
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    for place, image in zip(batch.images, images, strict=True):
+        assert torch.equal(place[:, : image.shape[1], : image.shape[2]], image)
+
+
+FILLS = {
+    "levels": (0.5, [v2.Resize(12)], {}, r"whole number of 0 to 255, Padding\(32, fill=127\)"),
+    "no level": (-1, None, {"num_workers": 1}, "whole number of 0 to 255"),
+    "after a function": (300, [v2.Resize(12), lambda images: images], {}, "whole number"),
+    "half": (1e9, [gpuprefetch.Resize(12)], {"dtype": torch.half}, "one of at most 65504"),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_a_fill_that_images_cannot_hold_is_refused(name):
+    fill, ops, options, advice = FILLS[name]
+    made = prefetcher_of(numbered(FILES[:2]), transforms=ops, results=Padding(fill=fill), **options)
+    with pytest.raises(ValueError, match=advice):
+        next(iter(made))
+    if name == "levels":
+        floats = [*ops, v2.ToDtype(torch.float32, scale=True)]
+        ((batch, _),) = prefetcher_of(
+            numbered(FILES[:2]), transforms=floats, results=Padding(fill=fill)
+        )
+        assert bool((batch.images[:, :, -1, -1] == fill).all())
+
+
+def test_a_fill_is_one_number():
+    with pytest.raises(ValueError, match=r"one number for all channels, got \(1, 2, 3\)"):
+        Padding(fill=(1, 2, 3))
+
+
+@pytest.mark.parametrize("memory_format", [None, torch.channels_last])
+@pytest.mark.parametrize("erases", [False, True])
+def test_a_padded_batch_keeps_its_memory_format(memory_format, erases):
+    """Also where it is copied: after other ops, and with a bad file in it."""
+    tail = [v2.RandomErasing(1.0)] if erases else []
+    files = [FILES[0], FILES[1]] if erases else [FILES[0], b"none", FILES[1]]
+    ((batch, _),) = prefetcher_of(
+        numbered(files),
+        transforms=[v2.Resize(12), *TO_FLOAT, *tail],
+        results="padded",
+        memory_format=memory_format,
+        on_error="skip",
+    )
+    assert batch.images.is_contiguous(memory_format=memory_format or torch.contiguous_format)
+
+
+SAME_ON_BATCH = {
+    "ColorJitter": K.ColorJitter(0.8, 0.8, p=0.6, same_on_batch=True),
+    "RandomPosterize": K.RandomPosterize((2.0, 7.0), p=0.6, same_on_batch=True),
+    "a container": K.ImageSequential(K.RandomBrightness((0.3, 1.7), p=1.0), same_on_batch=True),
+}
+
+
+@pytest.mark.parametrize("name", SAME_ON_BATCH)
+def test_what_is_sampled_for_a_batch_is_so_for_a_list(name):
+    ops = [gpuprefetch.Resize((9, 8)), SAME_ON_BATCH[name]]
+    for seed in range(3):
+        options = {"transforms": ops, "seed": seed}
+        ((stack, _),) = prefetcher_of(numbered([FILES[0]] * 4), **options)
+        ((images, _),) = prefetcher_of(numbered([FILES[0]] * 4), results="list", **options)
+        assert all(torch.equal(image, images[0]) for image in images)
+        assert torch.equal(stack[0], images[0])
+
+
+def test_a_choice_for_a_whole_batch_is_refused_for_a_list():
+    flip = K.RandomHorizontalFlip(p=1.0, p_batch=0.5)
+    ops = [gpuprefetch.Resize(9), v2.ColorJitter(0.4), flip]
+    with pytest.raises(
+        ValueError, match=r"v2\.RandomApply\(\[RandomHorizontalFlip\(\.\.\.\)\], p=0.5"
+    ):
+        next(iter(prefetcher_of(numbered(FILES[:2]), transforms=ops)))
+    pictures = [(torch.rand(3, 12, 18), i) for i in range(4)]  # of one size
+    ((images, _),) = prefetcher_of(pictures, transforms=ops)
+    assert images.shape == (4, 3, 9, 13)
+    ops[-1] = v2.RandomApply([K.RandomHorizontalFlip(p=1.0)], p=0.5)
+    ((images, _),) = prefetcher_of(numbered(FILES[:2]), transforms=ops)
+    assert [image.shape[1] for image in images] == [9, 9]
+
+
 def test_a_padded_batch_in_an_epoch():
     files = [FILES[0], b"none", FILES[1], FILES[6]]
     options = {"transforms": [v2.Resize(20), *TO_FLOAT], "seed": 4}

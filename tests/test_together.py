@@ -1,7 +1,9 @@
 """Batches that the loader has already are decoded in one call; each is as if it were alone."""
 
+import gc
 import io
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -236,6 +238,28 @@ def test_an_error_of_a_transform_is_that_of_its_batch(files):
         for images, _ in prefetcher:
             seen.append(images)
     assert len(seen) == 4
+
+
+def test_an_epoch_that_has_failed_keeps_no_batch_of_its_last_call(files):
+    class Noting(Joining):
+        def decode_together(self, orders):
+            super().decode_together(orders)
+            seen.extend(weakref.ref(call.order) for call, _, _ in orders)
+
+    def check(images):
+        if len(seen) == 7:  # the last call has four batches, and this is the first of them
+            raise ValueError("the fourth batch")
+        return images
+
+    seen = []
+    batches = iter(
+        prefetcher_of(batches_of(files), Noting(), transforms=[RandomResizedCrop(8), check])
+    )
+    with pytest.raises(ValueError, match="the fourth batch"):
+        while True:
+            next(batches)
+    gc.collect()
+    assert all(order() is None for order in seen)
 
 
 def test_bad_files_are_left_out_of_their_batch(files):

@@ -37,7 +37,7 @@ from gpuprefetch.policies.per_image import PerImage, takes_keys
 from gpuprefetch.policies.words import words_of
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.random import head_keys, op_keys, tail_keys, trial_draws
-from gpuprefetch.transforms.sampling import RandomCropOp, ResizedCropOp, Sampling, Size
+from gpuprefetch.transforms.sampling import RandomCropOp, ResizedCropOp, Sampling, Size, size_at
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -244,11 +244,12 @@ class _Draws:
         words = _words_of_sampling(sampling, size, head)
         if head.size is None:
             return words
-        form = head.empty(1, "meta")
-        for position, op in enumerate(self.views[view].tail):
+        made = (1, 3, *size_at(head.size, position))
+        form = torch.empty(made, dtype=head.dtype or torch.float32, device="meta")
+        for number, op in enumerate(self.views[view].tail):
             if not isinstance(op, PerImage) or not takes_keys(op):
                 continue
-            own = op_keys(tail_keys(keys, view), position)
+            own = op_keys(tail_keys(keys, view), number)
             words += words_of(op.drawn(own, form), 0)
         return words
 

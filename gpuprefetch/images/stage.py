@@ -235,7 +235,8 @@ class Pipeline:
             job.check()
         images = [job.images for job in jobs]
         rows = self.tolerance.kept_rows(images)
-        if rows is not None and not len(rows):
+        wanted = rows if rows is None or self.only is None else rows[rows == self.only]
+        if wanted is not None and not len(wanted):
             return self._empty(images)
         if rows is not None and len(rows) < len(images[0]) and self.ranks.count > 1:
             self.remarks.pass_on({"uneven": _UNEVEN})
@@ -258,6 +259,7 @@ class Pipeline:
         end_reading()
 
     def close(self) -> None:
+        self._decoded.clear()  # of a call whose epoch has ended before all of its batches
         unmap_dead()
 
 

@@ -25,7 +25,7 @@ from gpuprefetch.core.errors import add_note
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
 from gpuprefetch.images.fate import Fate
 from gpuprefetch.images.walk import PerSample, is_follower, is_per_sample, walk
-from gpuprefetch.policies.known import name_of, parts_of, torchvision_class
+from gpuprefetch.policies.known import name_of, parts_of, samples_alike, torchvision_class
 from gpuprefetch.policies.per_image import Loop, PerImage, Transform, takes_keys
 from gpuprefetch.policies.registry import Is, is_or_extends
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, op_keys
@@ -48,16 +48,8 @@ def alone(transform: Transform) -> contextlib.AbstractContextManager[object]:
 
 
 def run(transform: Transform, images: Any, keys: Keys | None = None) -> Any:
-    """Run a transform on images. One that can sample for each image does so from its key.
-
-    Images of their own sizes are a list, and each is transformed as a batch of one.
-    """
-    name = getattr(transform, "__name__", type(transform).__name__)
-    if isinstance(images, list):
-        return [
-            _only(name, run(transform, image[None], None if keys is None else keys[i : i + 1]))
-            for i, image in enumerate(images)
-        ]
+    """Run a transform on images. One that can sample for each image does so from its key."""
+    name = _name(transform)
     try:
         with alone(transform):
             keyed = keys is not None and takes_keys(transform) and _count(images) == len(keys)
@@ -81,9 +73,34 @@ def run_alike(
     for images in batches:
         if isinstance(transform, PerImage) and before is not None:
             transform.set_extra_state(before)  # one with a seed counts its calls
+        if isinstance(images, list):
+            results.append(_run_each(transform, images, keys, seed))
+            continue
         with SeededDraws(seed):
             results.append(run(transform, images, keys))
     return results
+
+
+def _run_each(
+    transform: Transform, images: Sequence[torch.Tensor], keys: Keys | None, seed: int
+) -> list[torch.Tensor]:
+    """Run a transform on images of their own sizes, each as a batch of one.
+
+    They have the same random parameters where a whole batch has.
+    """
+    alike = samples_alike(transform)
+    draws = SeededDraws(seed)
+    made = []
+    for number, image in enumerate(images):
+        own = None if keys is None else keys[number : number + 1]
+        with SeededDraws(seed) if alike else draws:
+            result = run(transform, image[None], own)
+        made.append(_only(_name(transform), result))
+    return made
+
+
+def _name(transform: Transform) -> str:
+    return getattr(transform, "__name__", type(transform).__name__)
 
 
 def _only(name: str, result: object) -> torch.Tensor:

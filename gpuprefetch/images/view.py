@@ -14,7 +14,11 @@ from gpuprefetch.core.nested import Batch
 from gpuprefetch.images.tail import run, run_alike
 from gpuprefetch.lists.forms import varies_size
 from gpuprefetch.lists.fused import is_kornia
-from gpuprefetch.lists.refused import gives_size, require_fixed_size
+from gpuprefetch.lists.refused import (
+    gives_size,
+    refuse_choice_for_batch,
+    require_fixed_size,
+)
 from gpuprefetch.lists.values import ValueCheck
 from gpuprefetch.lists.walk import (
     Plan,
@@ -28,6 +32,7 @@ from gpuprefetch.policies.registry import SHARED, Is, has
 from gpuprefetch.transforms.head import Head, Transform, apply_head
 from gpuprefetch.transforms.random import Keys, derive, fold, op_keys
 from gpuprefetch.transforms.results import PatchForm, ResultForm, form_of
+from gpuprefetch.transforms.sampling import GivenOp
 
 if TYPE_CHECKING:
     from gpuprefetch.policies.ops_launch import Layout
@@ -71,6 +76,9 @@ class View:
         """
         try:
             view = _view_of(read_for_files(transforms), dtype, memory_format, form)
+            if view.head.has_own_sizes:  # tensors have one size
+                for transform in view.tail:
+                    refuse_choice_for_batch(transform)
         except ValueError as error:
             if files_alone:
                 raise
@@ -260,8 +268,16 @@ def _view_of(
         if rest and isinstance(rest[0], Cast) and rest[0].dtype in (None, torch.uint8):
             head = replace(head, memory_format=rest[0].memory_format)
             rest = rest[1:]
-        return View(plan, head, rest, False, ValueCheck(head, rest))
+        return _view(plan, head, rest)
     if tail is None:
-        return View(plan, head, plan.tail, False, ValueCheck(head, plan.tail))
+        return _view(plan, head, plan.tail)
     head = replace(head, dtype=torch.uint8, memory_format=None)
-    return View(plan, head, tail, True, ValueCheck(head, tail))
+    return _view(plan, head, tail, levels=True)
+
+
+def _view(plan: Plan, head: Head, tail: Sequence[Transform], *, levels: bool = False) -> View:
+    """The view with these transforms, whose results may have sizes of their own."""
+    if head.has_own_sizes:
+        carried_on = any(isinstance(op, GivenOp) and op.dtype is None for op in head.ops)
+        head = replace(head, is_followed=bool(tail) or carried_on)
+    return View(plan, head, tail, levels, ValueCheck(head, tail))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpuprefetch.lists.forms import fixes_size
-from gpuprefetch.policies.known import flatten, name_of, parts_of, samples_once, title
+from gpuprefetch.policies.known import flatten, is_on_device, name_of, parts_of, samples_once, title
 from gpuprefetch.policies.per_image import ToFloat, ToUint8
 from gpuprefetch.policies.registry import Is, LibraryOp, has, is_or_extends
 from gpuprefetch.policies.timm import from_timm, timm_class, why_not
@@ -185,6 +185,22 @@ def refuse_once_a_batch(transform: LibraryOp) -> None:
             "not for each image. Take torchvision's containers, which choose for each image here "
             "and take kornia's ops: v2.RandomChoice([...]), v2.RandomOrder([...]). Or call it "
             f"from a function, for each image: {_PER_IMAGE}; or once a batch: {_PER_BATCH}."
+        )
+
+
+def refuse_choice_for_batch(transform: LibraryOp) -> None:
+    """Raise a ValueError for an op of kornia's that a whole batch gets or none of it.
+
+    Images of their own sizes are transformed one by one.
+    """
+    for part in parts_of(transform) if is_container(transform) else ():
+        refuse_choice_for_batch(part)
+    if is_on_device(transform) and 0 < getattr(transform, "p_batch", 1.0) < 1:
+        name = title(transform)
+        raise ValueError(
+            f"{name} with p_batch={transform.p_batch} is for all images of a batch or for none, "
+            "and images of their own sizes are transformed one by one. Write it for each image: "
+            f"v2.RandomApply([{name}(...)], p={transform.p_batch}), with p_batch=1 or without it."
         )
 
 

@@ -108,6 +108,11 @@ def samples_once(op: object) -> bool:
     return torchvision_class(op) is not None and (row is None or bool(row.traits & SHARED))
 
 
+def samples_alike(op: object) -> bool:
+    """Whether kornia's ``same_on_batch`` has an op sample once for all images of a batch."""
+    return bool(getattr(op, "same_on_batch", False))
+
+
 def title(transform: object) -> str:
     """The name of a transform, for messages: a function has its own."""
     name: str = getattr(transform, "__name__", type(transform).__name__)

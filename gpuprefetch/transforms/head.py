@@ -82,6 +82,8 @@ class Head:
     names: tuple[str, ...] = ()  # of the ops and of a Normalize
     dtype: torch.dtype | None = None  # None for float32, or that of floating-point images
     memory_format: torch.memory_format | None = None
+    # Whether transforms run on the results of the launch, before they get their form.
+    is_followed: bool = False
 
     def then(self, op: HeadOp, name: str) -> Self | None:
         """With one more op; None where they do not compose into one resampling.
@@ -166,8 +168,15 @@ class Head:
         if not self.has_own_sizes:
             return None
         assert isinstance(self.size, np.ndarray)
-        assert self.form is not None
-        return self.form.places(self.size, self.memory_format)
+        if self._writes_form:
+            assert self.form is not None
+            return self.form.places(self.size, self.memory_format)
+        return Places.in_turn(self.size, self.memory_format)
+
+    @property
+    def _writes_form(self) -> bool:
+        """Whether the launch writes results to where their form wants them."""
+        return self.form is not None and self.form.takes_launch and not self.is_followed
 
     def empty(self, count: int, device: torch.device | str) -> torch.Tensor:
         """Memory for what it makes of ``count`` decoded images, not initialized.
@@ -175,16 +184,22 @@ class Head:
         ``(count, 3, H, W)``, or any for results of their own sizes: see :meth:`results`.
         """
         assert self.size is not None
-        dtype = self.dtype or torch.float32
         places = self.places
         if places is not None:
-            return places.empty(dtype, device)
+            return self._empty_at(places, device)
         return torch.empty(
             (count, 3, *self.size),
-            dtype=dtype,
+            dtype=self.dtype or torch.float32,
             device=device,
             memory_format=self.memory_format or torch.contiguous_format,
         )
+
+    def _empty_at(self, places: Places, device: torch.device | str) -> torch.Tensor:
+        """Memory for results that lie at these places."""
+        dtype = self.dtype or torch.float32
+        if self.form is not None and self._writes_form:
+            self.form.check(dtype)
+        return places.empty(dtype, device)
 
     def compile(self, *, checked: bool) -> None:
         """Compile what launches a usual batch, for the current device; nothing is launched.
@@ -203,7 +218,7 @@ class Head:
         """Bytes that the results of ``count`` images need on the device until they are ready."""
         memory = self.empty(count, "meta")
         added = 0
-        if self.form is not None and isinstance(self.size, np.ndarray):
+        if self.form is not None and isinstance(self.size, np.ndarray) and not self._writes_form:
             added = self.form.added_values(self.size)
         return memory.nbytes + added * memory.element_size()
 
@@ -217,7 +232,7 @@ class Head:
         places = self.places
         if places is None:
             return self.empty(count, device)
-        return places.pieces(places.empty(self.dtype or torch.float32, device))
+        return places.pieces(self._empty_at(places, device))
 
     @property
     def _padding(self) -> list[HeadOp]:

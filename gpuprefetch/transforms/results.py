@@ -6,6 +6,7 @@ what comes after it gets the images of :class:`.pieces.Pieces`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import ClassVar, NamedTuple
@@ -63,6 +64,8 @@ class ResultForm:
     """What the loop gets for the N images of a batch."""
 
     has_own_sizes: ClassVar[bool] = True
+    # Whether a launch may write images to where :meth:`joined` wants them.
+    takes_launch: ClassVar[bool] = False
 
     def __call__(self, images: torch.Tensor) -> object:
         """What the loop gets for images ``(N, C, H, W)`` of one size."""
@@ -80,8 +83,11 @@ class ResultForm:
         return list(images)
 
     def added_values(self, sizes: Ints) -> int:
-        """Values that :meth:`joined` needs beside the images, of ``sizes`` ``(N, 2)``."""
+        """Values that :meth:`joined` needs beside images of ``sizes`` ``(N, 2)`` in turn."""
         return 0
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise a ValueError if it is not for images of this dtype."""
 
 
 @dataclass(frozen=True)
@@ -104,18 +110,41 @@ class Padding(ResultForm):
 
     Args:
         multiple: of what the height and the width of the tensor are multiples, 1 or more.
-        fill: the value beside the images, after all transforms.
+        fill: the value beside the images, after all transforms; for uint8 images a whole number
+            of 0 to 255.
 
     Raises:
-        ValueError: if ``multiple`` is no such number.
+        ValueError: if ``multiple`` is no such number, or ``fill`` is none; with the images, if
+            these cannot hold ``fill``.
     """
 
     multiple: int = 32
     fill: float = 0.0
+    takes_launch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.multiple, int) or self.multiple < 1:
             raise ValueError(f"Padding(multiple=...) takes 1 or more, got {self.multiple!r}.")
+        if not isinstance(self.fill, (int, float)):
+            raise ValueError(
+                f"Padding(fill=...) takes one number for all channels, got {self.fill!r}."
+            )
+
+    def check(self, dtype: torch.dtype) -> None:
+        if dtype.is_floating_point:
+            if not math.isfinite(self.fill) or abs(self.fill) <= torch.finfo(dtype).max:
+                return
+            instead = f"one of at most {torch.finfo(dtype).max:g}"
+        else:
+            most = torch.iinfo(dtype).max
+            if self.fill in range(most + 1):
+                return
+            instead = f"a whole number of 0 to {most}, Padding({self.multiple}, fill={most // 2})"
+        raise ValueError(
+            f"Padding(fill={self.fill}) is no value of {dtype} images. Take {instead}, or give "
+            "images another dtype: DataPrefetcher(dtype=torch.float32), or v2.ToDtype("
+            "torch.float32, scale=True) at the end of torchvision's ops."
+        )
 
     def places(self, sizes: Ints, memory_format: torch.memory_format | None) -> Places:
         height, width = self._size(sizes)
@@ -140,16 +169,21 @@ class Padding(ResultForm):
     def _padded(self, images: Sequence[torch.Tensor], sizes: Ints) -> torch.Tensor:
         """Copies of images of these sizes in one tensor."""
         shape = (len(images), len(images[0]), *self._size(sizes))
-        largest = max(images, key=torch.Tensor.numel)[None]
-        last = largest.is_contiguous(memory_format=torch.channels_last)
-        both = last and largest.is_contiguous()  # as a picture of one pixel
-        layout = torch.channels_last if last and not both else torch.contiguous_format
+        largest = max(images, key=torch.Tensor.numel)
+        self.check(largest.dtype)
+        # An image may be a part of a larger tensor: its strides tell, and not their sum.
+        last = 0 < largest.stride(0) < largest.stride(2)
+        layout = torch.channels_last if last else torch.contiguous_format
         buffer = torch.empty(
             shape, dtype=largest.dtype, device=largest.device, memory_format=layout
         ).fill_(self.fill)
         for place, image in zip(buffer, images, strict=True):
             place[:, : image.shape[1], : image.shape[2]] = image
         return buffer
+
+    def added_values(self, sizes: Ints) -> int:
+        height, width = self._size(sizes)
+        return 3 * height * width * len(sizes)
 
     def _size(self, sizes: Ints) -> tuple[int, int]:
         """The size of the tensor for images of these sizes."""
