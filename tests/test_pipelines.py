@@ -642,3 +642,13 @@ def test_hugging_faces_processors_are_read(folder):
                 want = processor(images=picture, return_tensors="pt")["pixel_values"][0]
             levels = 255 * max(processor.image_std)
             assert (image - want).abs().max() * levels <= 1.01
+
+
+@pytest.mark.parametrize("ops", [[], [v2.RandomInvert(1.0)]])
+def test_a_loop_may_write_into_its_batch(folder, ops):
+    """Grayscale(3) gives three channels one memory; torch would refuse to write there."""
+    transforms = [gpuprefetch.CenterCrop(24), v2.Grayscale(3), *ops]
+    loader = DataLoader(EncodedImageFolder(folder), 4)
+    (images, _), *_ = DataPrefetcher(loader, device="cpu", transforms=transforms)
+    expected = images.clone() + 1
+    assert torch.equal(images.add_(1), expected)

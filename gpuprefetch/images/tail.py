@@ -58,7 +58,20 @@ def run(transform: Transform, images: Any, keys: Keys | None = None) -> Any:
         add_note(error, f"raised by the transform {name}, which got {_form(images)}")
         raise
     _check_result(name, images, result)
-    return result
+    return _writable(result)
+
+
+def _writable(result: Any) -> Any:
+    """A result in which each value has its own place; a loop may write into its batch.
+
+    ``v2.Grayscale(3)`` gives three channels the same one. A collate function that stacks images
+    copies them.
+    """
+    if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+        return result
+    sides = zip(result.shape, result.stride(), strict=True)
+    shares = any(step == 0 and length > 1 for length, step in sides)
+    return result.contiguous() if shares else result
 
 
 def run_alike(
