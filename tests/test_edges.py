@@ -36,7 +36,6 @@ from gpuprefetch.core.forecast import Forecast, draws_since
 from gpuprefetch.images import loading
 from gpuprefetch.images.steady import Steady
 
-
 COUNT = 12  # pictures
 
 
@@ -526,9 +525,7 @@ def test_workers_live_on_where_another_epoch_is_begun(photos, between):
     assert len(found) == 2
 
 
-def test_workers_read_nothing_ahead_where_epochs_are_never_the_expected_ones(
-    photos, tmp_path
-):
+def test_workers_read_nothing_ahead_where_epochs_are_never_the_expected_ones(photos, tmp_path):
     root = shutil.copytree(photos, tmp_path / "photos")
     epochs = loading.MOST_MISSES + 2
     prefetcher = prefetcher_of(EncodedImageFolder(root), persistent=False)

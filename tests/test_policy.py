@@ -69,9 +69,8 @@ POLICIES = {
     "RandAugment": lambda: v2.RandAugment(),
     "RandAugment, fill": lambda: v2.RandAugment(3, 15, interpolation=BILINEAR, fill=[1, 99, 200]),
     "TrivialAugmentWide": lambda: v2.TrivialAugmentWide(),
-    "AugMix": lambda: v2.AugMix(),
     "AugMix, few": lambda: v2.AugMix(7, 2, 2, all_ops=False),
-    "AugMix, between": lambda: v2.Compose([MAYBE_INVERT, v2.AugMix(5, 3, 1), MAYBE_INVERT]),
+    "AugMix, between": lambda: v2.Compose([MAYBE_INVERT, v2.AugMix(5), MAYBE_INVERT]),
     "ColorJitter": lambda: v2.ColorJitter(0.4, 0.4, 0.4, 0.2),
     "RandomPhotometricDistort": lambda: v2.RandomPhotometricDistort(),
     "GaussianBlur": lambda: v2.GaussianBlur((3, 5), (0.1, 3.0)),
@@ -113,7 +112,6 @@ FEW = {
     ),
     "AutoAugment": lambda: v2.AutoAugment(),
     "AutoAugment, CIFAR10": lambda: v1.AutoAugment(v1.AutoAugmentPolicy.CIFAR10),
-    "AutoAugment, SVHN": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.SVHN),
     "RandAugment, one": lambda: v2.RandAugment(1),
     "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 200]),
     "timm ops": lambda: timms("rand-n1-mmax20", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
@@ -133,9 +131,9 @@ OTHERS = {
     "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 100]),
     "timm ops": lambda: timms("rand-n1", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
 }
-COUNT = 400
-# The Kolmogorov-Smirnov distance of two samples of 400 is above it with a chance of 1 in 50,000.
-FARTHEST = 0.17
+COUNT = 300
+# The Kolmogorov-Smirnov distance of two samples of 300 is above it with a chance of 1 in 50,000.
+FARTHEST = 0.196
 
 
 def statistics(images):
@@ -204,7 +202,7 @@ def test_its_distribution_is_the_original_ones(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_its_pictures_are_as_frequent_as_the_original_ones(name):
-    few = 400 if name.startswith(("ColorJitter", "RandomPhotometric")) else 1000  # which are slow
+    few = 400 if name.startswith(("ColorJitter", "RandomPhotometric")) else 600  # which are slow
     op, images = FEW[name](), same(few)
     expected = theirs(op, few)
     assert surprise(PerImage(op, seed=0)(images), expected) < 5
@@ -214,7 +212,7 @@ def test_its_pictures_are_as_frequent_as_the_original_ones(name):
 
 def test_augmix_weighs_as_timm_does():
     op = timms("augmix-w2-d1-mstd0", ["Invert", "Posterize"])
-    black, count = torch.zeros(3, 1, 1, dtype=torch.uint8), 3000
+    black, count = torch.zeros(3, 1, 1, dtype=torch.uint8), 1500
     expected = theirs(op, count, black).float()
     found = PerImage(op, seed=0)(same(count, black)).float()
     assert (found.sort(0).values - expected.sort(0).values).abs().mean() < 5
