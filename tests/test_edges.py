@@ -136,7 +136,7 @@ def number_epochs(prefetcher, epoch):
 
 def smaller_batches(prefetcher, epoch):
     if epoch == 1:
-        prefetcher.batch_sampler.batch_size = 3
+        prefetcher.batch_sampler.batch_size = 2
 
 
 def save_a_state(prefetcher, epoch):
@@ -185,6 +185,8 @@ def assert_same(first, second):
         assert torch.equal(state, other)
 
 
+# One worker begins an epoch as several do: two of its four batches.
+ONE = {"num_workers": 1, "batch_size": 3}
 BOTH = [do_nothing, validate, draw, replace_a_sample, go_back, look_at_one, drop_unused]
 ENDING = [validate_now_and_then, seed_anew, leave_samples_out]
 PERSISTENT = [number_epochs, smaller_batches, save_a_state]
@@ -194,12 +196,11 @@ LOOPS += [(between, False) for between in BOTH + ENDING]
 
 @pytest.mark.parametrize(("between", "persistent"), LOOPS)
 def test_a_loop_sees_the_same(photos, persistent, between):
-    # One worker begins an epoch as several do, which the other tests have.
-    ahead = seen(EncodedImageFolder(photos), persistent, between, num_workers=1)
+    ahead = seen(EncodedImageFolder(photos), persistent, between, **ONE)
     # Without workers, an order is drawn with the first batch that is asked for.
     draws_at_once = persistent or between is drop_unused
-    as_ever = seen(Own(photos), persistent, between, num_workers=int(draws_at_once))
-    assert_same(ahead, as_ever)
+    options = ONE | {"num_workers": int(draws_at_once)}
+    assert_same(ahead, seen(Own(photos), persistent, between, **options))
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -305,8 +306,8 @@ def test_targets_that_change_in_place_are_seen(photos, name):
     def make(kind):
         return given_targets(kind(photos), target)
 
-    ahead = seen_with(change, make, EncodedImageFolder)
-    assert_same(ahead, seen_with(change, make, Own, num_workers=0))
+    ahead = seen_with(change, make, EncodedImageFolder, **ONE)
+    assert_same(ahead, seen_with(change, make, Own, **ONE | {"num_workers": 0}))
 
 
 def test_indices_that_change_in_place_are_seen(photos):
@@ -319,8 +320,8 @@ def test_indices_that_change_in_place_are_seen(photos):
     def turn(subset, epoch):
         subset.all_indices.copy_(subset.all_indices.flip(0))
 
-    ahead = seen_with(turn, make, EncodedImageFolder)
-    assert_same(ahead, seen_with(turn, make, Own, num_workers=0))
+    ahead = seen_with(turn, make, EncodedImageFolder, **ONE)
+    assert_same(ahead, seen_with(turn, make, Own, **ONE | {"num_workers": 0}))
 
 
 class Limited(EncodedImageFolder):
@@ -357,7 +358,7 @@ def test_a_list_that_a_sampler_is_over_may_grow(photos, sampler):
         options = {"sampler": sampler(pool), "shuffle": None, "num_workers": workers}
         return seen_with(lambda *_: pool.extend(range(3)), make, kind, **options)
 
-    assert_same(seen_of(EncodedImageFolder, 2), seen_of(Own, 0))
+    assert_same(seen_of(EncodedImageFolder, 1), seen_of(Own, 0))
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -366,7 +367,7 @@ def test_a_rank_that_is_known_late_counts(photos, persistent, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("RANK", "1")
 
-    options = {"shuffle": False, "epochs": 2}
+    options = {"shuffle": False, "epochs": 2, "batch_size": 3}
     early = seen(EncodedImageFolder(photos), persistent, tell_rank, **options)
     monkeypatch.undo()
     late = seen(Own(photos), False, tell_rank, **options, num_workers=0)
@@ -461,21 +462,21 @@ def targets_of(samples):
 
 
 REASONS = {
-    "a dataset of the user's": lambda root: prefetcher_of(Own(root), False),
+    "a dataset of the user's": lambda root: prefetcher_of(Own(root), False, **ONE),
     "a function on targets": lambda root: prefetcher_of(
-        EncodedImageFolder(root, target_transform=add_one), False
+        EncodedImageFolder(root, target_transform=add_one), False, **ONE
     ),
     "a function in the workers": lambda root: prefetcher_of(
-        EncodedImageFolder(root), False, worker_init_fn=leave_as_it_is
+        EncodedImageFolder(root), False, **ONE, worker_init_fn=leave_as_it_is
     ),
     "a collate function": lambda root: prefetcher_of(
-        EncodedImageFolder(root), False, collate_fn=images_of
+        EncodedImageFolder(root), False, **ONE, collate_fn=images_of
     ),
     "a sampler": lambda root: prefetcher_of(
-        EncodedImageFolder(root), False, shuffle=None, sampler=Shuffled(COUNT)
+        EncodedImageFolder(root), False, **ONE, shuffle=None, sampler=Shuffled(COUNT)
     ),
     "a generator": lambda root: prefetcher_of(
-        EncodedImageFolder(root), False, generator=torch.Generator()
+        EncodedImageFolder(root), False, **ONE, generator=torch.Generator()
     ),
 }
 
@@ -542,8 +543,8 @@ def test_workers_read_nothing_ahead_where_epochs_are_never_the_expected_ones(pho
 
 def test_a_loop_sees_the_same_where_epochs_are_never_the_expected_ones(photos):
     epochs = loading.MOST_MISSES + 3
-    ahead = seen(EncodedImageFolder(photos), False, draw, epochs)
-    as_ever = seen(Own(photos), False, draw, epochs, num_workers=0)
+    ahead = seen(EncodedImageFolder(photos), False, draw, epochs, **ONE)
+    as_ever = seen(Own(photos), False, draw, epochs, **ONE | {"num_workers": 0})
     assert_same(ahead, as_ever)
 
 
@@ -593,7 +594,7 @@ def test_ranks(photos, persistent, numbered):
             batches += [(images.clone(), targets) for images, targets in prefetcher]
         return batches, []
 
-    assert_same(run(EncodedImageFolder(photos), 2), run(Own(photos), int(persistent)))
+    assert_same(run(EncodedImageFolder(photos), 1), run(Own(photos), int(persistent)))
 
 
 class AtOnce(ImageFolder):
@@ -630,12 +631,12 @@ def test_accelerate_and_views_of_folders(photos, name):
     )
     folder = make(photos, transform=pipeline)
     dataset = ConcatDataset([Subset(folder, range(5)), Subset(folder, range(7, 12))])
-    prefetcher = accelerate(loader_of(dataset, False), print_plan=False)
+    prefetcher = accelerate(loader_of(dataset, False, **ONE), print_plan=False)
     found = set()
     for _ in range(3):
         for _ in prefetcher:
             found |= alive()
-    assert len(found) == (2 if ahead else 6)
+    assert len(found) == (1 if ahead else 3)
 
 
 def test_replay_of_an_epoch_that_was_begun_ahead(photos):
