@@ -41,6 +41,8 @@ def kinds(config):
     found |= {("batch", config.batch is None), ("raises", config.raises >= 0)}
     found |= {(workers, config.story), (workers, config.data), (workers, config.reads)}
     found |= {(workers, config.names), (config.data == "folder", config.persistent, config.story)}
+    if config.data == "folder" and config.story == "epochs":
+        found.add((config.between, config.sampler == "shuffle"))  # whose order is drawn
     return found
 
 
