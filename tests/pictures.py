@@ -3,6 +3,7 @@
 Pictures are numpy arrays, ``(H, W)`` gray, ``(H, W, 3)`` RGB or ``(H, W, 4)`` RGBA, uint8.
 """
 
+import functools
 import io
 import struct
 import zlib
@@ -17,6 +18,11 @@ _RELABELED = {"4:4:0": ("4:2:2", (2, 1), (1, 2)), "4:1:1": ("4:2:0", (2, 2), (4,
 
 def draw(height, width, channels=3, seed=0):
     """Draw smooth colors, a few hard-edged shapes and a little noise: what photos are made of."""
+    return _drawn(height, width, channels, seed).copy()
+
+
+@functools.lru_cache(1000)  # many tests draw the same ones
+def _drawn(height, width, channels, seed):
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:height, :width].astype(np.float32)
 

@@ -17,7 +17,11 @@ from gpuprefetch import DataPrefetcher
 from gpuprefetch.transforms.head import Head
 
 CHECKS = str(Path(__file__).parent / "checks")
-CONFIGURATIONS, GROUP = 60, 2
+GROUPS = 12
+CANDIDATES = 300
+# Settings of a configuration with few values.
+SETTINGS = "transforms form data sampler sizes files names alike dtype channels_last depth budget"
+SETTINGS += " decoder drop_last in_order seeding story way together between persistent slow"
 
 
 @pytest.fixture(scope="module")
@@ -27,22 +31,52 @@ def differential(scripts):
     return module
 
 
+def kinds(config):
+    """The value of each setting, and the pairs of values that meet in the code."""
+    workers = config.workers > 0
+    faults = (config.on_error, config.bad_kind, config.max_bad is None) if config.bad else ()
+    found = {(name, getattr(config, name)) for name in SETTINGS.split()}
+    found |= {("bad", fault) for fault in faults}
+    found |= {("workers", config.workers), ("count", min(config.count, 3))}
+    found |= {("batch", config.batch is None), ("raises", config.raises >= 0)}
+    found |= {(workers, config.story), (workers, config.data), (workers, config.reads)}
+    found |= {(workers, config.names), (config.data == "folder", config.persistent, config.story)}
+    if config.data == "folder" and config.story == "epochs":
+        found.add((config.between, config.sampler == "shuffle"))  # whose order is drawn
+    return found
+
+
+def cost(config):
+    """About what it costs: most of that is starting workers, in each of its epochs or once."""
+    started = config.workers * (1 if config.persistent else 2) + config.other_workers
+    return config.world * (1 + started + config.count / 20)
+
+
 @pytest.fixture(scope="module")
 def chosen(differential):
-    """The first ones without new interpreters, which take seconds to begin, and of few workers."""
+    """Configurations that have each kind of the candidates, the cheapest first.
+
+    None has new interpreters, which take seconds to begin, or many workers.
+    """
 
     def quick(config):
         few = config.workers * config.world < 3 and config.count * config.world < 45
         return few and config.context == "fork" and config.together != "processes"
 
     drawn = map(differential.configurations.draw, count())
-    return list(islice(filter(quick, drawn), CONFIGURATIONS))
+    of = {config: kinds(config) for config in islice(filter(quick, drawn), CANDIDATES)}
+    missing = set().union(*of.values())
+    found = []
+    while missing:
+        found.append(max(of, key=lambda config: len(of[config] & missing) / cost(config)))
+        missing -= of[found[-1]]
+    return found
 
 
 @pytest.mark.forks("a configuration says how its workers start")
-@pytest.mark.parametrize("group", range(CONFIGURATIONS // GROUP))
+@pytest.mark.parametrize("group", range(GROUPS))
 def test_a_slice(differential, chosen, group):
-    for config in chosen[group * GROUP :][:GROUP]:
+    for config in chosen[group::GROUPS]:
         if findings := differential.judging.check(config):
             script = differential.reproduce.script(config, findings[0])
             pytest.fail("\n".join(map(str, [config, *findings, script])))
@@ -50,11 +84,16 @@ def test_a_slice(differential, chosen, group):
 
 def test_the_slice_has_all_kinds(differential, chosen):
     known = differential.configurations
-    assert len({config.transforms for config in chosen}) > len(known.LISTS) - 3
+    assert {config.transforms for config in chosen} == set(known.LISTS)
     assert {config.form for config in chosen} == set(known.FORMS)
-    assert {config.story for config in chosen} >= {"epochs", "early", "resume", "ranks", "numbered"}
-    assert len({config.sampler for config in chosen}) > 8
+    assert {config.sizes for config in chosen} == set(known.SIZES)
+    assert {config.between for config in chosen} == set(known.BETWEEN)
+    stories = {"epochs", "early", "resume", "ranks", "numbered", "restarted"}
+    for begun_ahead in (True, False):
+        assert {c.story for c in chosen if (c.data == "folder") == begun_ahead} == stories
+    assert len({config.sampler for config in chosen}) > 9
     assert sum(bool(config.bad) for config in chosen) > 5
+    assert 30 < len(chosen) < 50
 
 
 def test_a_configuration_is_a_function_of_its_seed(differential):

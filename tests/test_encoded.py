@@ -911,7 +911,7 @@ def damaged(folder, broken=None):
     return [(EncodedImage(broken.get(i, x.data), i, x.path), i) for i, x in enumerate(images)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_a_bad_file_raises_an_error_that_names_it(photo_folder, device, workers):
     dataset = damaged(photo_folder)
     prefetcher = small(dataset, device, num_workers=workers)
@@ -1101,8 +1101,7 @@ DEEP = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", DEEP)
+@pytest.mark.parametrize(("kind", "workers"), [("16 bits", 0), ("32 bits", 0), ("float", 2)])
 def test_what_pil_clips_is_pils_with_one_warning(kind, workers, tmp_path):
     pixels, image_format, level = DEEP[kind]
     path = tmp_path / "deep"

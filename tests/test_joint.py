@@ -24,7 +24,7 @@ from gpuprefetch.transforms.random import SeededDraws
 SHAPES = [(60, 90), (75, 50), (33, 100), (120, 80), (64, 64)]
 COUNT = 20
 # Of each preset. 200 were compared with GPUPREFETCH_SAMPLES=200, which needs a minute.
-SAMPLES = int(os.environ.get("GPUPREFETCH_SAMPLES", 24))
+SAMPLES = int(os.environ.get("GPUPREFETCH_SAMPLES", 16))
 FEW = SAMPLES // 6  # RandomIoUCrop tries a thousand parts for some
 LEVEL = 1.01 / 255
 
@@ -90,6 +90,8 @@ def compare(dataset, transform, plain, tolerance, samples):
                 assert image.shape == want.shape and image.dtype == want.dtype
                 assert_close(image, want, tolerance)
                 seen += 1
+                if seen == samples:
+                    return
 
 
 def assert_close(image, want, tolerance):
@@ -356,10 +358,9 @@ def test_targets_may_be_anything(root):
 # --- in an epoch --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", ["lsj", "distort"])
+@pytest.mark.parametrize(("name", "workers"), [("lsj", 1), ("distort", 0)])
 def test_an_epoch_goes_on_from_a_state(root, name, workers):
-    dataset = Subset(coco(root, presets.detection(name)), range(10))
+    dataset = Subset(coco(root, presets.detection(name)), range(8))
     loader = presets.loader_of(dataset, shuffle=True, num_workers=workers)
     prefetcher = moved(loader, seed=3)
     assert_goes_on(prefetcher)
@@ -373,7 +374,7 @@ def test_the_draws_are_those_of_seed_epoch_and_sample(root):
         return {target["image_id"]: (image, target) for image, target in samples}
 
     one = moved(presets.loader_of(dataset, batch_size=3), seed=3)
-    other = moved(presets.loader_of(dataset, batch_size=5, num_workers=2, shuffle=True), seed=3)
+    other = moved(presets.loader_of(dataset, batch_size=5, num_workers=1, shuffle=True), seed=3)
     first, second = epoch(one), epoch(one)
     for number, sample in epoch(other).items():
         assert_equal(first[number], sample)

@@ -249,9 +249,15 @@ TAILS = {
 }
 
 
-@pytest.mark.parametrize("memory_format", [None, torch.channels_last])
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("name", FORMS)
+# Each form and each tail with both layouts.
+LISTS = [
+    (name, tail, (None, torch.channels_last)[(row + column) % 2])
+    for row, name in enumerate(FORMS)
+    for column, tail in enumerate(TAILS)
+]
+
+
+@pytest.mark.parametrize(("name", "tail", "memory_format"), LISTS)
 def test_patches_are_those_of_the_list(name, tail, memory_format):
     resize, form, check = FORMS[name]
     ops = [resize, v2.RandomHorizontalFlip(), *TAILS[tail]]
@@ -270,8 +276,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("name", LAYOUTS)
+DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("a power of two", dtype) for dtype in DTYPES),
+        *(("merged", dtype) for dtype in DTYPES[::2]),
+        *(("channels last", dtype) for dtype in DTYPES[1::2]),
+    ],
+)
 def test_the_kernel_packs_as_its_twin(name, dtype, kernel_device):
     layout = LAYOUTS[name]
     shapes = [(1, 1), (2, 3), (3, 1)]

@@ -113,7 +113,6 @@ FEW = {
     ),
     "AutoAugment": lambda: v2.AutoAugment(),
     "AutoAugment, CIFAR10": lambda: v1.AutoAugment(v1.AutoAugmentPolicy.CIFAR10),
-    "AutoAugment, SVHN": lambda: v2.AutoAugment(v2.AutoAugmentPolicy.SVHN),
     "RandAugment, one": lambda: v2.RandAugment(1),
     "TrivialAugmentWide, 5": lambda: v2.TrivialAugmentWide(5, BILINEAR, [1, 99, 200]),
     "timm ops": lambda: timms("rand-n1-mmax20", OPS_OF_TIMM, interpolation=BICUBIC_OF_PIL),
@@ -204,7 +203,7 @@ def test_its_distribution_is_the_original_ones(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_its_pictures_are_as_frequent_as_the_original_ones(name):
-    few = 400 if name.startswith(("ColorJitter", "RandomPhotometric")) else 1000  # which are slow
+    few = 400 if name.startswith(("ColorJitter", "RandomPhotometric")) else 600  # which are slow
     op, images = FEW[name](), same(few)
     expected = theirs(op, few)
     assert surprise(PerImage(op, seed=0)(images), expected) < 5
@@ -214,7 +213,7 @@ def test_its_pictures_are_as_frequent_as_the_original_ones(name):
 
 def test_augmix_weighs_as_timm_does():
     op = timms("augmix-w2-d1-mstd0", ["Invert", "Posterize"])
-    black, count = torch.zeros(3, 1, 1, dtype=torch.uint8), 3000
+    black, count = torch.zeros(3, 1, 1, dtype=torch.uint8), 1500
     expected = theirs(op, count, black).float()
     found = PerImage(op, seed=0)(same(count, black)).float()
     assert (found.sort(0).values - expected.sort(0).values).abs().mean() < 5

@@ -81,7 +81,7 @@ def assert_replayed(prefetcher, seen, epoch=None, samples=None):
     ("transforms", "options"),
     [
         ([Crop(16), K.RandomHorizontalFlip()], {}),
-        (CHANGED, {"num_workers": 2}),
+        (CHANGED, {"num_workers": 1}),
         (CHANGED, {"persistent_workers": True, "num_workers": 1}),
         ([K.RandomResizedCrop((16, 16), same_on_batch=True)], {"num_workers": 0}),
     ],

@@ -857,9 +857,9 @@ SAMPLED = {
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_targets_of_200_samples_are_those_of_torchvision(name):
+def test_targets_of_80_samples_are_those_of_torchvision(name):
     """The points of two corners tell what was sampled, and torchvision's functions do the same."""
-    samples = [Framed(40, 66)[i % 10] for i in range(200)]
+    samples = [Framed(40, 66)[i % 10] for i in range(80)]
     for _, target in samples:
         height, width = target["boxes"].canvas_size
         corners = torch.tensor([[0.0, 0.0], [width, height]])
@@ -1040,7 +1040,7 @@ def test_a_part_among_boxes_is_torchvisions(name, monkeypatch):
         return chosen[-1]
 
     monkeypatch.setattr(v2.RandomIoUCrop, "make_params", noted)
-    dataset = Crowded(60)
+    dataset = Crowded(24)
     loader = DataLoader(dataset, len(dataset), collate_fn=zipped)
     prefetcher = DataPrefetcher(loader, transforms=ops, device="cpu", seed=3)
     ((images, targets),) = prefetcher
@@ -1067,15 +1067,15 @@ def test_a_part_among_boxes_is_torchvisions(name, monkeypatch):
         parts += any(params[index])
         areas = F.convert_bounding_box_format(values[1], new_format=XYXY)
         degenerate += int((areas[:, 2:] == areas[:, :2]).all(1).sum())
-    assert 20 < parts < 60 and degenerate > 20
+    assert 8 < parts < 24 and degenerate > 6
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_a_part_among_boxes_is_known_before_the_decode(workers):
     ops = [v2.RandomIoUCrop(), v2.RandomHorizontalFlip(), *TO_FLOAT, v2.SanitizeBoundingBoxes()]
     results = []
-    for size, given in ((8, ops), (3, v2.Compose(ops))):
-        loader = DataLoader(Crowded(16), size, collate_fn=zipped, num_workers=workers)
+    for size, given in ((10, ops), (4, v2.Compose(ops))):
+        loader = DataLoader(Crowded(10), size, collate_fn=zipped, num_workers=workers)
         prefetcher = DataPrefetcher(loader, transforms=given, device="cpu", seed=4)
         (view,) = prefetcher._pipeline.views
         fused = [step.name for step in view.plan.steps if step.where == "fused launch"]
@@ -1086,7 +1086,7 @@ def test_a_part_among_boxes_is_known_before_the_decode(workers):
         boxes = F.convert_bounding_box_format(target["boxes"], new_format=XYXY)
         assert len(boxes) == len(target["labels"]) <= 4
         assert (boxes[:, 2:] > boxes[:, :2]).all()
-    assert len({image.shape for image, _ in results[0]}) > 8
+    assert len({image.shape for image, _ in results[0]}) > 5
 
 
 def test_a_part_among_boxes_is_resized():

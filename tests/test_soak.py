@@ -40,13 +40,13 @@ def test_a_slice(device, soak):
         integrity, *_ = results
         assert integrity["batches"] == 2000
     else:  # a child alone is as large as its own work makes it
-        integrity = soak.integrity("cpu", 1, 50, 60.0)
+        integrity = soak.integrity("cpu", 1, 20, 60.0)
         code = "import json, soak; print(json.dumps(soak.memory('cpu', 1, 5, 2, 0.5)))"
         child = Child(code, PYTHONPATH=CHECKS, modules=["kornia.augmentation"])
         memory = json.loads(child.communicate()[0])
-        assert integrity["batches"] == 50
-        policies = soak.policies("cpu", 1, 20, 60.0)
-        assert policies["batches"] == 20
+        assert integrity["batches"] == 20
+        policies = soak.policies("cpu", 1, 8, 60.0)
+        assert policies["batches"] == 8
         results = [integrity, policies, memory, soak.colors("cpu", 0)]
     assert integrity["tensors"] > integrity["batches"]
     for result in results:
@@ -75,7 +75,7 @@ def test_wrong_batches_are_noticed(device, monkeypatch, soak, fault, what):
             yield batch
 
     monkeypatch.setattr(soak, "prefetcher_of", spoiled)
-    result = getattr(soak, what)(device.type, 1, 12, 60.0)
+    result = getattr(soak, what)(device.type, 1, 7, 60.0)
     wrong = {name: value for name, value in result.items() if name.startswith("wrong") and value}
     assert len(wrong) == 1
     assert soak.failed(result)
