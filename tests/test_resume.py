@@ -1188,6 +1188,31 @@ def test_the_seed_is_that_of_the_epoch_to_resume():
     assert resumed.seed == 9
 
 
+def test_the_epochs_after_a_resumed_one_have_the_seed_of_the_state(photo_folder):
+    """Until the script seeds torch. An order that nothing draws leaves torch's generator alone."""
+    photos = EncodedImageFolder(photo_folder)
+
+    def prefetcher():
+        loader = DataLoader(photos, 4, shuffle=False)
+        return DataPrefetcher(loader, transforms=[RandomResizedCrop(8)], device="cpu")
+
+    def pictures(loader):
+        return torch.cat([images for images, _ in loader])
+
+    torch.manual_seed(1)
+    first = prefetcher()
+    iterator = iter(first)
+    next(iterator)
+    state = first.state_dict()
+    [*iterator]
+    after = pictures(first)
+    torch.manual_seed(2)  # another process
+    resumed = prefetcher()
+    resumed.load_state_dict(state)
+    [*resumed]
+    assert torch.equal(pictures(resumed), after)
+
+
 def interrupted_at(line, iterator):
     """Raise KeyboardInterrupt at a line of what ``next()`` calls; whether it has so many lines."""
     count = 0

@@ -87,6 +87,14 @@ def test_sizes_are_torchvisions_for_the_same_draws(name, monkeypatch):
         assert rule(np.array([shape], float), np.array([[u]])).tolist() == [[*size]]
 
 
+@pytest.mark.parametrize(("chance", "times"), [(0.0, 1), (1.0, 2)])
+def test_a_lists_zoom_out_has_its_chance(chance, times):
+    batch = [EncodedImage(encode_jpeg(draw(16, 24, seed=seed))) for seed in range(4)]
+    ops = [v2.RandomZoomOut(p=chance, side_range=(2.0, 2.0))]
+    (images,) = DataPrefetcher([batch], device="cpu", transforms=ops)
+    assert [image.shape for image in images] == 4 * [(3, times * 16, times * 24)]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_zooms_are_torchvisions_for_the_same_draws(shape, monkeypatch):
     op = v2.RandomZoomOut(side_range=(1.0, 4.0), p=0.5)
