@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -41,7 +44,10 @@ def _loader(args: argparse.Namespace, policy: str | None = None, **options: Any)
     ops += [getattr(v2, policy)()] if policy else []
     ops += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
     ops += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
-    root = args.DATA / "train" if (args.DATA / "train").is_dir() else args.DATA
+    train = args.DATA / "train"
+    # A folder of photos with that name is a class, as of cars, buses and trains.
+    is_split = train.is_dir() and any(entry.is_dir() for entry in train.iterdir())
+    root = train if is_split else args.DATA
     try:
         folder = ImageFolder(root, v2.Compose(ops))
     except FileNotFoundError as error:
@@ -140,6 +146,25 @@ def _doctor(args: argparse.Namespace) -> Report:
     return report
 
 
+def _at_least(least: int) -> Callable[[str], int]:
+    """A reader of whole numbers from ``least`` on."""
+
+    def read(text: str) -> int:
+        if text.isdecimal() and int(text) >= least:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"takes a whole number, {least} or more, got {text!r}")
+
+    return read
+
+
+def _seconds(text: str) -> float:
+    """Read a time that a measurement can take."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"takes a number of seconds above 0, got {text!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class Option:
     """An argument of a command, as argparse takes it."""
@@ -180,18 +205,18 @@ OPTIONS = {
     "--loader": Option(
         "loader to examine", default="torchvision", choices=["torchvision", "gpuprefetch"]
     ),
-    "--batch-size": Option("images per batch (default: 256; without a GPU 32)", int),
-    "--size": Option("image size in pixels", int, 224),
-    "--workers": Option("worker processes (default: the usable cores)", int),
-    "--seconds": Option("length of each measurement", float, 3.0),
+    "--batch-size": Option("images per batch (default: 256; without a GPU 32)", _at_least(1)),
+    "--size": Option("image size in pixels", _at_least(1), 224),
+    "--workers": Option("worker processes (default: the usable cores)", _at_least(0)),
+    "--seconds": Option("length of each measurement", _seconds, 3.0),
     "--no-tune": Option("do not try other settings", is_flag=True),
-    "--count": Option("images to compare", int, 256),
+    "--count": Option("images to compare", _at_least(1), 256),
     "--picture": Option("save a picture of the result to this file", Path),
-    "--samples": Option("samples to show, spread over the folder", int, 16),
-    "--draws": Option("results for each sample", int, 1),
+    "--samples": Option("samples to show, spread over the folder", _at_least(1), 16),
+    "--draws": Option("results for each sample", _at_least(1), 1),
     "--policy": Option("policy of torchvision's to show", choices=POLICIES),
     "--output": Option("picture to write", Path, Path("preview.png")),
-    "--rounds": Option("batches per check", int, 1000),
+    "--rounds": Option("batches per check", _at_least(1), 1000),
     "--device": Option("device, such as cuda:1 (default: the current GPU, else the CPU)"),
     "--json": Option("print the report as JSON", is_flag=True),
 }
@@ -235,12 +260,24 @@ def _version() -> str:
     return f"gpuprefetch {gpuprefetch.__version__} ({found})\n{machine()}"
 
 
+def _show(text: object) -> None:
+    """Print the result, of which a reader such as ``head`` may want less."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # Python flushes once more when it ends, and would fail once more.
+        with Path(os.devnull).open("wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise OSError(f"the result cannot be printed: {error}") from error
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0 if all is well, 1 if not, 2 after wrong arguments, a bad file or too little GPU memory,
-        130 after Ctrl-C.
+        0 if all is well, 1 if not, 2 after wrong arguments, a bad file, too little GPU memory or an
+        output that cannot be written, 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="python -m gpuprefetch", description=__doc__)
     parser.add_argument("--version", action="store_true", help="show versions, GPU and decoder")
@@ -251,14 +288,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             OPTIONS[option].add_to(subparser, option)
         subparser.set_defaults(run=command.run)
     args = parser.parse_args(arguments)
-    if args.version:
-        print(_version())
-        return 0
-    if "run" not in args:
+    if "run" not in args and not args.version:
         parser.print_help()
         return 0
     try:
+        if args.version:
+            _show(_version())
+            return 0
         report = args.run(args)
+        _show(json.dumps(report.as_dict(), indent=1) if args.json else report)
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -267,7 +305,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *_, last = (str(error).strip() or repr(error)).splitlines()
         print(f"{parser.prog}: {last}", file=sys.stderr)
         return 2
-    print(json.dumps(report.as_dict(), indent=1) if args.json else report)
     return 0 if getattr(report, "ok", True) else 1
 
 

@@ -1,9 +1,11 @@
 """doctor is right where the cause is known, because the test has made it."""
 
 import json
+import os
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -280,6 +282,50 @@ def test_the_picture_has_the_time_of_each_thread(tmp_path):
     assert widths["#34c759"] == pytest.approx([0.4 * 876], abs=2)
     assert widths["#0a84ff"] == pytest.approx([0.2 * 876, 0.6 * 876], abs=2)
     assert widths["#d0d0d0"] == pytest.approx([0.2 * 876], abs=2)
+
+
+def test_slow_loops_have_digits_to_compare():
+    found = _doctor.Diagnosis("model", 2.13, 53.2, 12_562.3, 32.7, 0.0, 0.0)
+    tried = [_doctor.Change("accelerate(loader)", 1.62, 0.76)]
+    text = str(_doctor.DoctorReport(found, 2.25, [], tried, None, [], "2 workers, cpu", 2))
+    assert "ceiling of 2.25 images/s" in text
+    assert "2.13 " in text and "1.62 " in text and "53.2 " in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("preview --samples 0", "--samples: takes a whole number, 1 or more, got '0'"),
+        ("preview --draws 1.5", "--draws: takes a whole number, 1 or more, got '1.5'"),
+        ("parity --count -2", "--count: takes a whole number, 1 or more, got '-2'"),
+        ("doctor --workers -1", "--workers: takes a whole number, 0 or more, got '-1'"),
+        ("doctor --batch-size 0", "--batch-size: takes a whole number, 1 or more"),
+        ("doctor --seconds nan", "--seconds: takes a number of seconds above 0, got 'nan'"),
+        ("doctor --seconds inf", "--seconds: takes a number of seconds above 0, got 'inf'"),
+    ],
+)
+def test_the_command_line_names_the_option_that_is_wrong(words, message, capsys):
+    command, *options = words.split()
+    with pytest.raises(SystemExit) as error:
+        main([command, "DATA", *options])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_an_output_that_cannot_be_written(full, monkeypatch, capsys):
+    if full:
+        sink = Path("/dev/full").open("w")
+    else:
+        reading, writing = os.pipe()
+        os.close(reading)
+        sink = os.fdopen(writing, "w")
+    monkeypatch.setattr(sys, "stdout", sink)
+    assert main(["--version"]) == (2 if full else 0)
+    sink.close()  # as Python does when it ends: no second error
+    told = capsys.readouterr().err
+    assert told == "" or "the result cannot be printed: [Errno 28]" in told
+    assert bool(told) == full
 
 
 def test_a_loader_that_cannot_move_is_told_why():

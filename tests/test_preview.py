@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import shutil
 import threading
 from pathlib import Path
 
@@ -404,6 +405,14 @@ def test_wrong_arguments(photo_folder, arguments, message):
         folder_loader(photo_folder, LISTS["fused"]).preview(**arguments)
 
 
+def test_a_sample_that_the_dataset_does_not_have_is_named(photo_folder):
+    loader = folder_loader(photo_folder, LISTS["fused"])
+    with pytest.raises(IndexError) as error:
+        loader.preview(samples=[0, 999])
+    (note,) = error.value.__notes__
+    assert note.endswith(f"of length {len(loader.dataset)} for the samples [0, 999].")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -452,6 +461,16 @@ def test_file_that_cannot_be_written_is_noticed_before_the_work(
     first, option = command
     assert main([first, str(tmp_path / "no_data"), option, str(tmp_path / name)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_command_takes_a_class_called_train_for_a_class(photo_folder, tmp_path, capsys):
+    photo = next(photo_folder.rglob("*.JPEG"))
+    for name in ("car", "train"):
+        (tmp_path / name).mkdir()
+        shutil.copy(photo, tmp_path / name / "a.jpg")
+    words = ["preview", str(tmp_path), "--size", "32", "--device", "cpu", "--json"]
+    assert main([*words, "--output", str(tmp_path / "a.png")]) == 0
+    assert len(json.loads(capsys.readouterr().out)["titles"]) == 2
 
 
 def test_command_names_an_empty_folder(tmp_path, capsys):

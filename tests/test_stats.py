@@ -57,6 +57,8 @@ def test_json_and_postfix():
     assert values["images_per_second"] == 150
     assert (values["wait_share"], values["busy_share"], values["gpu_share"]) == (0.25, 0.75, 0.25)
     assert stats.postfix() == {"images/s": "150", "wait": "25.0%", "cpu": "75%"}
+    stats.images = 3
+    assert stats.postfix()["images/s"] == "1.5"
     assert Stats().as_dict()["images_per_second"] == 0
 
 

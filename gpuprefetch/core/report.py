@@ -34,6 +34,11 @@ def columns(rows: Iterable[Sequence[object]], right: Sequence[int] = ()) -> str:
     return "\n".join(form.format(*row).rstrip() for row in cells)
 
 
+def rate_text(per_second: float) -> str:
+    """A rate with three digits at least: on a CPU a large model trains on few images a second."""
+    return f"{per_second:.3g}" if per_second < 100 else f"{per_second:,.0f}"
+
+
 def refuse_unwritable(picture: Path) -> None:
     """Refuse a file that a picture cannot be written to, before the work that makes the picture."""
     from PIL import Image

@@ -11,7 +11,7 @@ import torch
 # Enters in 0.2 us where record_function needs 5 us, with nobody profiling.
 from torch._C._profiler import _RecordFunctionFast
 
-from gpuprefetch.core.report import Printed, columns
+from gpuprefetch.core.report import Printed, columns, rate_text
 
 _NVTX = torch.cuda.nvtx if torch.version.cuda else None
 
@@ -184,7 +184,7 @@ class Stats(Printed):
         """Three figures for a progress bar: images/s, time spent waiting, images decoded on CPU."""
         values = self.as_dict()
         return {
-            "images/s": f"{values['images_per_second']:,.0f}",
+            "images/s": rate_text(values["images_per_second"]),
             "wait": f"{values['wait_share']:.1%}",
             "cpu": f"{self.cpu_images / self._decoded:.0%}",
         }

@@ -90,7 +90,7 @@ def preview(loader: Loader, pipeline: Pipeline, moment: Moment, wanted: Wanted) 
     views = [replace(view, head=view.head.listed()) for view in pipeline.views]
     pipeline = replace(pipeline, views=views)
     with torch.random.fork_rng(gpus), trial_draws():
-        samples = read_samples(loader.dataset, keys)
+        samples = _read_named(loader.dataset, keys)
         names, repeats = Repeats(loader.dataset).add(keys)
         apply_exif = pipeline.packer.apply_exif
         pairs = zip(samples, keys, strict=True)
@@ -117,6 +117,16 @@ def preview(loader: Loader, pipeline: Pipeline, moment: Moment, wanted: Wanted) 
         first = groups[number][0]
         groups[number][0] = first.titled(f"{keys[number]}: {first.title}")
     return contact_sheet(groups, wanted.side)
+
+
+def _read_named(dataset: Any, keys: Sequence[Key]) -> list[Sample]:
+    """Read samples; a dataset without one of them, whose error may not tell, is named beside it."""
+    try:
+        return read_samples(dataset, keys)
+    except LookupError as error:
+        size = f" of length {len(dataset)}" if hasattr(dataset, "__len__") else ""
+        error.add_note(f"preview asked {type(dataset).__name__}{size} for the samples {keys}.")
+        raise
 
 
 def _map_style(loader: Loader) -> TorchLoader:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.nested import Batch, Loader, tensors, to_device
 from gpuprefetch.core.report import Bar as Progress
-from gpuprefetch.core.report import Printed, columns, progress
+from gpuprefetch.core.report import Printed, columns, progress, rate_text
 from gpuprefetch.core.streams import Steps
 from gpuprefetch.images.share import usable_cores
 from gpuprefetch.images.stage import count_images
@@ -141,13 +141,14 @@ class DoctorReport(Printed):
             row("the loop", "images/s", _rate),
             row(
                 "its share",
-                f"of the ceiling of {self.ceiling:,.0f} images/s, the step on one resident batch",
+                f"of the ceiling of {rate_text(self.ceiling)} images/s, the step on one resident "
+                "batch",
                 lambda side: f"{side.images_per_second / self.ceiling:.0%}",
             ),
             row(
                 "the loader",
                 "images/s, without a step",
-                lambda side: f"{side.loader_images_per_second:,.0f}",
+                lambda side: rate_text(side.loader_images_per_second),
             ),
             row("a step", "ms", lambda side: f"{side.step_ms:,.1f}"),
             row("waiting", "ms of it for the loader", lambda side: f"{side.wait_ms:,.1f}"),
@@ -203,7 +204,7 @@ class DoctorReport(Printed):
 
 
 def _rate(measured: Diagnosis | Change) -> str:
-    return f"{measured.images_per_second:,.0f}"
+    return rate_text(measured.images_per_second)
 
 
 def doctor(
@@ -217,7 +218,8 @@ def doctor(
     """Say what a training loop is bound by, and which setting to change.
 
     A ``DataLoader`` over image files is also measured as ``accelerate`` moves it, in a second
-    column. All of it needs 6 to 10 times ``seconds``, and starts the loader's workers as often.
+    column. All of it needs 6 to 10 times ``seconds``, longer where a few steps take longer than
+    ``seconds``, and starts the loader's workers as often.
     Progress goes to stderr: a bar, or a line every ten seconds where there is no terminal.
     Meanwhile the model is trained, and samplers advance.
 
