@@ -335,20 +335,26 @@ def test_scaling(tmp_path):
 
 def test_scaling_of_whole_epochs(tmp_path):
     output = tmp_path / "scaling.json"
-    ranks = 2
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", str(BENCHMARKS / "scaling.py"), "--tiny"]
-    command += ["--models", "none", "--epochs", "3", "--output", str(output)]
-    subprocess.run(command, check=True, capture_output=True)
+    scaling.main(["--tiny", "--models", "none", "--epochs", "3", "--output", str(output)])
     resident, ours = document(output)["results"]
     assert ours["model"] == resident["model"] == "none, epochs of 24 photos a GPU"
     for result in (resident, ours):
-        assert result["images"] == 2 * 24 * ranks  # the first epoch is left out
-        assert result["processes"] == ranks
+        assert result["images"] == 2 * 24  # the first epoch is left out
         assert result["epochs"] == 3
         assert len(result["epoch_seconds"]) == 2
         assert {"edge_ms", "host_gib", "shared_gib"} <= result.keys()
-    assert ours["stats"]["images"] == 3 * 24  # of one rank: its share, and no other's
+    assert ours["stats"]["images"] == 3 * 24
+
+
+def test_an_epoch_of_ranks_is_each_ones_share(settings, monkeypatch):
+    numbers = range(24)
+    monkeypatch.setattr("ranks.WORLD", 3)
+    shares = []
+    for rank in range(3):
+        monkeypatch.setattr("ranks.RANK", rank)
+        shares.append(list(loaders.sampler_of(numbers, replace(settings, images=8))))
+    assert sorted(itertools.chain.from_iterable(shares)) == list(numbers)
+    assert len(list(loaders.sampler_of(numbers, replace(settings, images=24)))) == 24  # not a share
 
 
 def test_views(tmp_path, in_this_process):
