@@ -30,7 +30,7 @@ from gpuprefetch.images.build import build_stage, rebuilt
 from gpuprefetch.images.decode import ImageDecoder, decoded_by
 from gpuprefetch.images.handed import Finisher, HandedOut, registered, to_iterate
 from gpuprefetch.images.imports import load_worker_modules
-from gpuprefetch.images.loading import Begun, LivingWorkers, noting_sampler
+from gpuprefetch.images.loading import Begun, LivingWorkers, noting_sampler, starts_workers_anew
 from gpuprefetch.images.notes import Notebook, Notes
 from gpuprefetch.images.options import DecoderName, OnError, Options, Results
 from gpuprefetch.images.packer import Packer
@@ -316,6 +316,11 @@ class DataPrefetcher:
     def decoding(self) -> str:
         """What decodes encoded images, in words: for tools that explain it."""
         return decoded_by(self._pipeline.decoding.decoder, self.device)
+
+    @property
+    def starts_workers_anew(self) -> bool:
+        """Whether each epoch starts its own workers, which ``persistent_workers`` would keep."""
+        return starts_workers_anew(self._loader, self._pipeline.packer)
 
     def over(self, loader: DataLoader[Any] | Iterable[Batch]) -> DataPrefetcher:
         """The same prefetcher over another loader, such as one that a framework made of this one.

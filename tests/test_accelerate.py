@@ -1175,9 +1175,16 @@ def test_explain_says_whose_workers_start_anew(photo_folder, options, anew):
             return super().__getitem__(index)
 
     line = "workers start anew in each epoch: DataLoader(persistent_workers=True) keeps them"
-    for dataset, expected in ((Own(photo_folder), anew), (EncodedImageFolder(photo_folder), False)):
-        prefetcher = DataPrefetcher(DataLoader(dataset, 4, **options), device="cpu")
-        assert (explain(prefetcher).splitlines()[-1] == line) is expected
+
+    def says_so(dataset, **more):
+        loader = DataLoader(dataset, 4, **options, **more)
+        return explain(DataPrefetcher(loader, device="cpu")).splitlines()[-1] == line
+
+    assert says_so(Own(photo_folder)) is anew
+    folder = EncodedImageFolder(photo_folder)
+    assert says_so(folder, collate_fn=list) is anew
+    assert says_so(folder, shuffle=True, generator=torch.Generator()) is anew
+    assert says_so(folder) is False
 
 
 def test_explain_takes_what_a_prefetcher_takes():

@@ -318,7 +318,7 @@ class LivingWorkers:
                 self._loader = with_packing(loader, living)
             living.origin.set(seed, epoch)
             return Begun(self._loader, replace(packer, origin=living.origin))
-        dataset = None if anew or not may_live_on(loader, packer) else Steady.of(loader.dataset)
+        dataset = None if anew else kept_for(loader, packer)
         if dataset is None:
             return Begun(with_packing(loader, packer), packer)
         packer = _shared(packer, seed, epoch)
@@ -498,11 +498,16 @@ def may_live_on(loader: TorchLoader, packer: Packer) -> bool:
     return started and has_keys(loader) and is_known(loader) and reads_alone(loader, packer)
 
 
-def starts_workers_anew(loader: Loader) -> bool:
+def kept_for(loader: TorchLoader, packer: Packer) -> Steady | None:
+    """The samples for which workers that are not persistent live on; None where they do not."""
+    return Steady.of(loader.dataset) if may_live_on(loader, packer) else None
+
+
+def starts_workers_anew(loader: Loader, packer: Packer) -> bool:
     """Whether each epoch starts workers of its own, and ``persistent_workers=True`` would not."""
     if not isinstance(loader, DataLoader) or loader.persistent_workers or not loader.num_workers:
         return False
-    return loader.worker_init_fn is not None or Steady.of(loader.dataset) is None
+    return kept_for(loader, packer) is None
 
 
 def _has_room() -> bool:

@@ -25,7 +25,7 @@ from gpuprefetch.core.errors import add_note
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
 from gpuprefetch.images.fate import Fate
 from gpuprefetch.images.walk import PerSample, is_follower, is_per_sample, walk
-from gpuprefetch.policies.known import name_of, parts_of, samples_alike, torchvision_class
+from gpuprefetch.policies.known import name_of, parts_of, samples_alike, title, torchvision_class
 from gpuprefetch.policies.per_image import Loop, PerImage, Transform, takes_keys
 from gpuprefetch.policies.registry import Is, is_or_extends
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, op_keys
@@ -49,7 +49,7 @@ def alone(transform: Transform) -> contextlib.AbstractContextManager[object]:
 
 def run(transform: Transform, images: Any, keys: Keys | None = None) -> Any:
     """Run a transform on images. One that can sample for each image does so from its key."""
-    name = _name(transform)
+    name = title(transform)
     try:
         with alone(transform):
             keyed = keys is not None and takes_keys(transform) and _count(images) == len(keys)
@@ -61,7 +61,7 @@ def run(transform: Transform, images: Any, keys: Keys | None = None) -> Any:
     return _writable(result)
 
 
-def _writable(result: Any) -> Any:
+def _writable(result: object) -> object:
     """A result in which each value has its own place; a loop may write into its batch.
 
     ``v2.Grayscale(3)`` gives three channels the same one. A collate function that stacks images
@@ -108,12 +108,8 @@ def _run_each(
         own = None if keys is None else keys[number : number + 1]
         with SeededDraws(seed) if alike else draws:
             result = run(transform, image[None], own)
-        made.append(_only(_name(transform), result))
+        made.append(_only(title(transform), result))
     return made
-
-
-def _name(transform: Transform) -> str:
-    return getattr(transform, "__name__", type(transform).__name__)
 
 
 def _only(name: str, result: object) -> torch.Tensor:

@@ -11,7 +11,6 @@ from gpuprefetch.core.streams import own_modes
 from gpuprefetch.images.apart import image_of
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import EncodedImageFolder
-from gpuprefetch.images.loading import starts_workers_anew
 from gpuprefetch.images.view import View
 from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import Transforms, opened, why_refused
@@ -69,11 +68,7 @@ def _dry_run(loader: DataLoader[Any]) -> str:
 
 
 def _of_prefetcher(prefetcher: DataPrefetcher) -> list[str]:
-    epochs = []
-    if starts_workers_anew(prefetcher.wrapped):
-        epochs = [
-            "workers start anew in each epoch: DataLoader(persistent_workers=True) keeps them"
-        ]
+    epochs = [_ANEW] if prefetcher.starts_workers_anew else []
     encoded = _gives_encoded(prefetcher)
     if encoded is False:
         return [_of_tensors(view) for view in prefetcher.views] + epochs
