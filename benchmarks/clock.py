@@ -77,6 +77,12 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def stands_still(rates: list[float]) -> bool:
+    """Whether the rates of the latest windows are so close that a loop has settled."""
+    latest = rates[-SETTLED_WINDOWS:]
+    return len(latest) == SETTLED_WINDOWS and max(latest) <= (1 + SETTLED_WITHIN) * min(latest)
+
+
 class Loop:
     """Training steps on the batches of an iterator.
 
@@ -134,13 +140,12 @@ class Loop:
     def settle(self, least: float, most: float) -> dict[str, Any]:
         """Go on until the rate stands still: for ``least`` to ``most`` seconds."""
         begin = time.perf_counter()
-        rates = deque[float](maxlen=SETTLED_WINDOWS)
+        rates: list[float] = []
         while True:
             start = time.perf_counter()
             images, _, _ = self.window(min(SETTLED_SECONDS, most))
             rates.append(images / (time.perf_counter() - start))
-            close = max(rates) <= (1 + SETTLED_WITHIN) * min(rates)
-            settled = len(rates) == SETTLED_WINDOWS and close
+            settled = stands_still(rates)
             took = time.perf_counter() - begin
             if took >= most or (settled and took >= least):
                 return {"settled": settled, "settle_seconds": took}

@@ -101,10 +101,10 @@ def parse_arguments(
     return args
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What every loader is given: the fields of ``loaders.Settings``."""
+def settings(args: argparse.Namespace, files: int | None = None) -> dict[str, Any]:
+    """What every loader is given: the fields of ``loaders.Settings``; ``files`` or ``--files``."""
     return {
-        "data": str(photos.photo_folder(args.data, args.files)),
+        "data": str(photos.photo_folder(args.data, args.files if files is None else files)),
         "batch_size": args.batch_size,
         "workers": args.workers,
         "size": args.size,

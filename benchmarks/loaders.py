@@ -72,16 +72,22 @@ class Settings:
     def resize(self) -> int:
         return self.size * 256 // 224
 
-    def is_part_of(self, files: int) -> bool:
-        """Whether an epoch of this rank is its share of so many files."""
-        return ranks.WORLD > 1 and self.images * ranks.WORLD == files
+    @property
+    def endless(self) -> bool:
+        return self.images == ENDLESS
+
+    @property
+    def shard(self) -> dict[str, int]:
+        """For DALI's readers: an epoch that ends is the rank's share of the files."""
+        return {} if self.endless else {"shard_id": ranks.RANK, "num_shards": ranks.WORLD}
 
 
 def sampler_of(dataset: Dataset[Any], settings: Settings) -> Sampler[int]:
     """The order of an epoch: torch's own samplers where it has each photo once, by all ranks."""
-    if settings.is_part_of(len(dataset)):  # type: ignore[arg-type]
+    photos = len(dataset)  # type: ignore[arg-type]
+    if ranks.WORLD > 1 and settings.images * ranks.WORLD == photos:
         return DistributedSampler(dataset, ranks.WORLD, ranks.RANK, shuffle=settings.train)
-    if settings.images != len(dataset):  # type: ignore[arg-type]
+    if settings.images != photos:
         return _Repeated(dataset, num_samples=settings.images)  # type: ignore[arg-type]
     return RandomSampler(dataset) if settings.train else SequentialSampler(dataset)  # type: ignore[arg-type]
 
@@ -458,7 +464,7 @@ def ffcv(settings: Settings, *, policy: str = "") -> Batches:
     images.append(transforms.ToTorchImage())
     labels = [decoders.IntDecoder(), transforms.ToTensor(), transforms.ToDevice(device)]
     labels.append(transforms.Squeeze())
-    if settings.images != ENDLESS:
+    if not settings.endless:
         raise Missing("FFCV's epoch is its file: this benchmark measures it without end only")
     made = loader.Loader(
         str(file),
@@ -528,11 +534,9 @@ def dali(
         if policy or prefetch_queue_depth is not None or not fused:
             raise Missing("DALI's dynamic mode has no policy, queue or unfused decode here")
         return Converted(_dali_dynamic(settings, decoder, threads, capture), tuple, options)
-    endless = settings.images == ENDLESS
-    # An epoch that ends is the rank's share of the files: see sampler_of.
-    shard = {} if endless else {"shard_id": ranks.RANK, "num_shards": ranks.WORLD}
     decoder |= {"device": "mixed" if cuda else "cpu", "output_type": types.RGB}
     decoded = _dali_images(settings, fused, decoder)
+    normalized = _dali_normalized(settings)
     augment = _dali_policy(policy) if policy else None
 
     @pipeline_def(
@@ -545,21 +549,15 @@ def dali(
     )
     def pipeline() -> Any:
         files, target = fn.readers.file(
-            file_root=settings.data, random_shuffle=train, name="reader", **shard
+            file_root=settings.data, random_shuffle=train, name="reader", **settings.shard
         )
         images = decoded(files)
         images = images if augment is None else augment(images)
-        images = fn.crop_mirror_normalize(
-            images,
-            crop=[settings.size] * 2,
-            mirror=fn.random.coin_flip(probability=0.5) if train else 0,
-            mean=[255 * value for value in MEAN],
-            std=[255 * value for value in STD],
-            dtype=types.FLOAT16,
-            output_layout="HWC",
-        )
+        mirror = fn.random.coin_flip(probability=0.5) if train else 0
+        images = fn.crop_mirror_normalize(images, mirror=mirror, **normalized)
         return images, target.gpu() if cuda else target
 
+    endless = settings.endless
     # Without a reader's name it goes on for ever, around the files: no epoch ends while measured.
     last = LastBatchPolicy.FILL if endless else LastBatchPolicy.DROP
     iterator = DALIGenericIterator(
@@ -591,6 +589,19 @@ def _dali_images(settings: Settings, fused: bool, decoder: dict[str, Any]) -> Ca
     return decoded
 
 
+def _dali_normalized(settings: Settings) -> dict[str, Any]:
+    """What DALI's last operator makes: normalized float16 images in NHWC."""
+    from nvidia.dali import types
+
+    return {
+        "crop": [settings.size] * 2,
+        "mean": [255 * value for value in MEAN],
+        "std": [255 * value for value in STD],
+        "dtype": types.FLOAT16,
+        "output_layout": "HWC",
+    }
+
+
 def _dali_dynamic(
     settings: Settings, decoder: dict[str, Any], threads: int, capture: bool
 ) -> Batches:
@@ -600,15 +611,14 @@ def _dali_dynamic(
     well. An epoch without end is one after the other.
     """
     import nvidia.dali.experimental.dynamic as ndd
-    from nvidia.dali import types
 
-    endless = settings.images == ENDLESS
-    shard = {} if endless else {"shard_id": ranks.RANK, "num_shards": ranks.WORLD}
     ndd.set_num_threads(threads)
     where = "gpu" if settings.device == "cuda" else "cpu"
-    reader = ndd.readers.File(file_root=settings.data, random_shuffle=settings.train, **shard)
+    order = {"random_shuffle": settings.train, **settings.shard}
+    reader = ndd.readers.File(file_root=settings.data, **order)
     side = [settings.size] * 2
     crop = {"random_area": SCALE, "random_aspect_ratio": RATIO}
+    normalized = _dali_normalized(settings)
 
     def images_of(files: Any, count: int) -> Any:
         if settings.train:
@@ -619,15 +629,7 @@ def _dali_dynamic(
             pictures = ndd.decoders.image(files, device=where, **decoder)
             pictures = ndd.resize(pictures, resize_shorter=settings.resize, antialias=True)
             mirror = 0
-        return ndd.crop_mirror_normalize(
-            pictures,
-            crop=side,
-            mirror=mirror,
-            mean=[255 * value for value in MEAN],
-            std=[255 * value for value in STD],
-            dtype=types.FLOAT16,
-            output_layout="HWC",
-        )
+        return ndd.crop_mirror_normalize(pictures, mirror=mirror, **normalized)
 
     def epoch() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for files, target in reader.next_epoch(batch_size=settings.batch_size, capture=capture):
@@ -635,7 +637,7 @@ def _dali_dynamic(
             labels = target.torch().squeeze(1).long()
             yield images.to(torch.bfloat16), labels.to(settings.device, non_blocking=True)
 
-    if not endless:
+    if not settings.endless:
         return Again(epoch)
     return Again(lambda: (batch for _ in repeat(None) for batch in epoch()))
 

@@ -20,7 +20,6 @@ was before the loader, ``shared_gib`` what of it is in ``/dev/shm``: of all rank
 import argparse
 import gc
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,20 +74,19 @@ def settle(loop: clock.Loop, args: argparse.Namespace) -> dict[str, Any]:
 
     Slabs are pinned one by one in the first batches, and with eight ranks that takes long.
     """
-    rates = deque[float](maxlen=clock.SETTLED_WINDOWS)
-    steps = 0
-    still = False
-    for _ in range(args.most_windows):
+    rates: list[float] = []
+    while len(rates) < args.most_windows:
         begin = time.perf_counter()
-        for _ in range(args.steps):
-            loop.take()
-        steps += args.steps
+        take(loop, args.steps)
         rates.append(1 / (time.perf_counter() - begin))
-        close = max(rates) <= (1 + clock.SETTLED_WITHIN) * min(rates)
-        still = len(rates) == rates.maxlen and close
-        if agreed(still, args):
+        if agreed(clock.stands_still(rates), args):
             break
-    return {"settled": still, "settle_steps": steps}
+    return {"settled": clock.stands_still(rates), "settle_steps": args.steps * len(rates)}
+
+
+def take(loop: clock.Loop, steps: int) -> None:
+    for _ in range(steps):
+        loop.take()
 
 
 def measure(batches: loaders.Batches, step: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -101,8 +99,7 @@ def measure(batches: loaders.Batches, step: Any, args: argparse.Namespace) -> di
         marks = clock.Marks(args.device)
         marks.add()
         for _ in range(args.repeats):
-            for _ in range(args.steps):
-                loop.take()
+            take(loop, args.steps)
             marks.add()
         clock.synchronize(args.device)
         images = WORLD * args.batch_size * args.steps
@@ -137,8 +134,7 @@ def settings_of(args: argparse.Namespace) -> loaders.Settings:
     if RANK == 0:
         photos.photo_folder(args.data, files)  # not by all at once
     wait_for_all()
-    shared = harness.settings(argparse.Namespace(**{**vars(args), "files": files}))
-    return loaders.Settings(**shared, images=args.files)
+    return loaders.Settings(**harness.settings(args, files), images=args.files)
 
 
 def run(args: argparse.Namespace) -> None:
