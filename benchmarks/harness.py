@@ -38,6 +38,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def visible_gpus() -> list[str]:
+    """What ``CUDA_VISIBLE_DEVICES`` may name, one by one; empty without a GPU."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [gpu for gpu in given.split(",") if gpu]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
 def output_parser(description: str | None) -> argparse.ArgumentParser:
     """Arguments of whatever writes a :class:`Document`."""
     form = argparse.RawDescriptionHelpFormatter

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import children
 import numpy as np
 import pytest
 import torch
+from fakes import until
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
@@ -625,6 +627,126 @@ def test_decode(tmp_path, in_this_process):
     assert all(r["engines"] is None for r in results)  # of a GPU
     sizes = {r["quality"]: r["bytes_per_photo"] for r in results if r["shortest"] is None}
     assert sizes[75] < sizes[85] < sizes[95]
+
+
+# In place of a benchmark: it says which GPU and cores it has, and what it was told.
+SCRIPT = """
+import json, os, sys, time
+words = sys.argv[1:]
+gpu, cores = os.environ["CUDA_VISIBLE_DEVICES"], sorted(os.sched_getaffinity(0))
+output = words[words.index("--output") + 1]
+print("process", os.getpid(), flush=True)
+with open(output, "a") as file:
+    print(json.dumps([gpu, cores, words]), file=file)
+if "--epochs" in words and "--validate" in words:
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def run_all(monkeypatch, tmp_path):
+    """Runs run_all.py where every script is ``SCRIPT``; returns what came of each file."""
+    script = importlib.import_module("run_all")
+    (tmp_path / "benchmarks").mkdir()
+    for name in {item.script for item in script.ITEMS}:
+        (tmp_path / "benchmarks" / f"{name}.py").write_text(SCRIPT)
+    monkeypatch.setattr("harness.ROOT", tmp_path)
+    monkeypatch.setattr(script, "MODULES", dict.fromkeys(script.MODULES, "json"))
+
+    def main(*words, gpus="3,5"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        output = tmp_path / "results"
+        folders = ["--data", str(tmp_path / "photos"), "--output", str(output)]
+        script.main([*folders, "--cores-per-gpu", "1", *words])
+        lines = {path.name: path.read_text().splitlines() for path in output.glob("*.json")}
+        lines.pop("sweep-a.json", None)
+        return {name: [json.loads(line) for line in found] for name, found in lines.items()}
+
+    return main
+
+
+def test_each_gpu_runs_every_second_cell_on_cores_of_its_own(run_all, tmp_path, capsys):
+    found = run_all("--only", "batch 64", "no engines", "decode", "policy", "--quick")
+    assert sorted(found) == [
+        "decode-data-gpu0.json",
+        "policy-data-gpu1.json",
+        "train-data-gpu0.json",
+        "train-data-gpu1.json",
+    ]
+    ((gpu, cores, words),) = found["train-data-gpu0.json"]
+    (other_gpu, other_cores, other_words), *_ = found["train-data-gpu1.json"]
+    assert (gpu, other_gpu) == ("3", "5")
+    assert len(cores) == len(other_cores) == 1 and cores != other_cores
+    assert "--batch-size 64" in " ".join(words) and "--settle 2 4" in " ".join(words)
+    assert "dali:threads=1,prefetch_queue_depth=2,hybrid_huffman_threshold=100000" in other_words
+    assert "--settle" not in found["decode-data-gpu0.json"][0][2]
+    assert "--data" not in found["policy-data-gpu1.json"][0][2]  # it draws pictures
+    assert os.sched_getaffinity(0) >= {*cores, *other_cores}  # this thread has all, as before
+    printed = capsys.readouterr().out
+    assert printed.count("exit status 0") == 4
+    assert "batch-size 64" in (tmp_path / "results" / "gpu0.log").read_text()
+
+
+def test_what_would_end_too_late_is_not_begun(run_all, tmp_path, capsys):
+    found = run_all("--only", "batch 64", "decode", "--stop-after", "100", gpus="0")
+    ((_, _, words),) = found["train-data-gpu0.json"]
+    assert words[-2:] in (["--stop-after", "100"], ["--stop-after", "99"])
+    assert list(found) == ["train-data-gpu0.json"]
+    assert "decode: not begun" in capsys.readouterr().out
+
+
+def test_cells_of_a_split_need_one(run_all, tmp_path):
+    split = tmp_path / "split"
+    assert run_all("--only", "epochs", "recipe") == {}
+    (tmp_path / "results" / "sweep-a.json").write_text("")
+    found = run_all("--only", "epochs", "recipe", "--split", str(split), "--without", "dali")
+    for name in ("train-split-gpu0.json", "recipe-split-gpu1.json"):
+        ((_, _, words),) = found[name]
+        assert words[words.index("--data") + 1] == str(split)
+        assert "dali" not in words
+        assert ("--sweeps" in words) == name.startswith("train")
+
+
+def test_a_missing_peer_is_told_before_anything_runs(run_all, monkeypatch, capsys):
+    monkeypatch.setitem(importlib.import_module("run_all").MODULES, "dali", "no_such_module")
+    with pytest.raises(SystemExit, match=r"dali: .*no_such_module(.|\n)*--without dali"):
+        run_all("--only", "batch 64")
+    assert list(run_all("--only", "batch 64", "--without", "dali")) == ["train-data-gpu0.json"]
+    with pytest.raises(SystemExit, match="got batch 65"):
+        run_all("--only", "batch 65")
+    importlib.import_module("run_all").main(["--list"])
+    assert "min  batch 64" in capsys.readouterr().out
+
+
+def test_what_runs_ends_with_it(run_all, tmp_path):
+    def interrupt():
+        while not (tmp_path / "results" / "train-split-gpu0.json").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(SystemExit):
+        run_all("--only", "epochs, validation", "--split", str(tmp_path), gpus="0")
+    thread.join()
+    written = (tmp_path / "results" / "gpu0.log").read_text()
+    number = int(re.search(r"process (\d+)", written)[1])
+    until(lambda: not Path(f"/proc/{number}").exists())  # it would sleep for 600 s
+
+
+def test_all_cells_are_what_their_scripts_take():
+    items = importlib.import_module("run_all").ITEMS
+    for item in items:
+        words = [*item.words.split(), "--data", str(BENCHMARKS)]
+        if item.script == "train" and "large" not in words:
+            cores = os.sched_getaffinity(0)
+            try:
+                assert train.cells(train.parse(words))
+            finally:
+                os.sched_setaffinity(0, cores)
+        for column in item.columns:
+            loaders.parse(column.format(cores=16))
+    assert len({item.name for item in items}) == len(items)
 
 
 # In place of the example, which trains: it says what it was told.

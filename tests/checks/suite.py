@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import torch
 from bench import TESTS, harness, table
 
 COUNTS = ("passed", "failed", "skipped")
@@ -80,13 +79,6 @@ def read(path: Path) -> Report:
     return report
 
 
-def visible_gpus() -> list[str]:
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return given.split(",")
-    return [str(number) for number in range(torch.cuda.device_count())]
-
-
 def environment(args: argparse.Namespace, number: int) -> dict[str, str]:
     """Of a test process: its share of the cores, and the GPUs or none.
 
@@ -99,7 +91,7 @@ def environment(args: argparse.Namespace, number: int) -> dict[str, str]:
     variables.pop("GPUPREFETCH_REQUIRE_CUDA", None)
     if args.cpu:
         return variables | {"CUDA_VISIBLE_DEVICES": ""}
-    gpus = visible_gpus()
+    gpus = harness.visible_gpus()
     turn = number % max(len(gpus), 1)
     in_turn = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[turn:] + gpus[:turn])} if gpus else {}
     return variables | in_turn | {"GPUPREFETCH_REQUIRE_CUDA": "1"}
