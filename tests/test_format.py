@@ -23,6 +23,7 @@ from pictures import (
 from PIL import Image, ImageFile, ImageOps
 from torchcodec import decoders
 
+from gpuprefetch.images import header as images_header
 from gpuprefetch.images.header import ImageHeader, blank, decode_cpu, read_header
 
 RGB = draw(61, 83)
@@ -140,6 +141,27 @@ def test_pixels_and_header_are_pils(image_format, kind):
     assert header.orientation == (6 if kind == "turned" else 1)
     assert image_format == "jpeg" or (header.gpu, header.exif) == (False, ())
     assert pickle.loads(pickle.dumps(header)) == header
+
+
+@pytest.mark.parametrize(("image_format", "kind"), FILES)
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+def test_large_pictures_are_read_strip_by_strip(image_format, kind, constants):
+    constants(images_header, STRIP=200)  # pixels, of 5 rows or fewer
+    data = FILES[image_format, kind]
+    np.testing.assert_array_equal(to_array(decode_cpu(data)), read_with_pil(data))
+
+
+@pytest.mark.parametrize("apply_exif", [False, True])
+@pytest.mark.parametrize(("image_format", "kind"), FILES)
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
+def test_a_part_is_that_of_the_whole_picture(image_format, kind, apply_exif):
+    data = FILES[image_format, kind]
+    for divisor in (1, 2, 4) if image_format == "jpeg" else (1,):
+        whole = decode_cpu(data, apply_exif=apply_exif, divisor=divisor)
+        _, height, width = whole.shape
+        part = slice(height // 3, height), slice(1, width - 1)
+        found = decode_cpu(data, apply_exif=apply_exif, divisor=divisor, part=part)
+        assert torch.equal(found, whole[:, *part])
 
 
 def test_drawn_files_are_what_they_claim():

@@ -23,10 +23,11 @@ LARGE = 3_500_000
 # The GPU resamples a decoded image if this has at most so many pixels for each pixel of the result:
 # copying them costs less of a core than resampling them.
 SHIPPED = 4
-# libjpeg can divide the sides of a JPEG by these. A photo of 12 megapixels then costs 75, 49 and
-# 39 ms, and 98 undivided. A picture is divided if KEPT pixels are left for each pixel of the result
-# along both axes: values then differ by 0.1 to 0.6 levels on average. The GPU resamples a divided
-# picture of at most DIVIDED times the result's pixels. A core would lose more on it than it saved.
+# libjpeg can divide the sides of a JPEG by these. Half of a photo of 12 megapixels then costs a
+# core 65, 44 and 38 ms, and 88 undivided. A picture is divided if KEPT pixels are left for each
+# pixel of the result along both axes: values then differ by 0.1 to 0.6 levels on average. The GPU
+# resamples a divided picture of at most DIVIDED times the result's pixels. A core would lose more
+# on it than it saved.
 DIVISORS = (2, 4, 8)
 KEPT = 2
 DIVIDED = 24

@@ -4,6 +4,8 @@ A header says what a file is, how large its picture is, how it is turned, and wh
 decode it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import re
@@ -12,21 +14,28 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpuprefetch.images.host_memory import has_room, lacks_memory
 from gpuprefetch.images.jpeg import JPEG, Span, exif_spans, read_jpeg
 from gpuprefetch.images.ppm import decode_ppm, read_ppm
 
+if TYPE_CHECKING:
+    from PIL import Image
+
+Region: TypeAlias = tuple[slice, slice]  # rows and columns of a picture, from start to stop
+
 # Scans that a JPEG of the most pixels may have. A decoder goes over the whole picture for each
 # scan, even for one of 12 bytes, at 35 ns a block of 64 pixels: 2 seconds for 16 scans.
 MAX_SCANS = 16
-# Memory that Pillow needs at most in _decode_other(), in bytes a pixel: two pictures of 4 bytes,
-# and three copies of their 3 bytes. The coefficients of a progressive JPEG need 6, but earlier.
+# Memory that Pillow needs at most in _decode_other(), in bytes a pixel: 16 of a WebP and 7 of other
+# pictures, which it has once, with 4 bytes, beside the 3 bytes of the result.
 PILLOW_BYTES = 17
+STRIP = 1 << 19  # pixels that are converted at a time
 # Memory that Pillow needs to read a header, besides some copies of the file.
 _HEADER_ROOM = 16 << 20
 
@@ -161,6 +170,7 @@ def decode_cpu(
     *,
     apply_exif: bool = False,
     divisor: int = 1,
+    part: Region | None = None,
 ) -> torch.Tensor:
     """Decode one image on the CPU as ``PIL.Image.open(file).convert("RGB")`` does, bit for bit.
 
@@ -172,6 +182,7 @@ def decode_cpu(
         header: of the file, if it has been read.
         apply_exif: whether to turn the picture upright.
         divisor: 2, 4 or 8 decodes a JPEG to that fraction of its size, rounded up.
+        part: the rows and columns to return, of the picture that is divided and turned.
 
     Returns:
         ``(3, H, W)`` uint8.
@@ -182,21 +193,35 @@ def decode_cpu(
     """
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
     header = header or read_header(data, oriented=apply_exif)
+    turns = apply_exif and header.orientation > 1
+    cut = None if turns else part
     if header.format == "jpeg" and divisor == 1 and not header.damaged:
-        image = _decode_jpeg(data, header)
+        found = _cut(_decode_jpeg(data, header), cut)
     elif (ppm := read_ppm(data)) is not None:
-        image = torch.from_numpy(decode_ppm(data, ppm)).permute(2, 0, 1)
+        found = _cut(torch.from_numpy(decode_ppm(data, ppm)).permute(2, 0, 1), cut)
     else:
-        image = _decode_other(data, divisor)
-    if image.shape != (3, -(-header.height // divisor), -(-header.width // divisor)):
+        found = _decode_other(data, divisor, cut)
+    if found.shape != (3, -(-header.height // divisor), -(-header.width // divisor)):
         raise ValueError(
-            f"broken {header.format} image: it was decoded to {tuple(image.shape)}, "
+            f"broken {header.format} image: it was decoded to {found.shape}, "
             f"but its header says {header.width} x {header.height} pixels"
         )
-    if apply_exif and header.orientation > 1:
-        turned = image.mT if header.orientation >= 5 else image
-        image = turned.flip(((), (-1,), (-2, -1), (-2,))[(header.orientation - 1) % 4])
-    return image
+    if not turns:
+        return found.image
+    turned = found.image.mT if header.orientation >= 5 else found.image
+    turned = turned.flip(((), (-1,), (-2, -1), (-2,))[(header.orientation - 1) % 4])
+    return turned if part is None else turned[:, *part]
+
+
+class _Decoded(NamedTuple):
+    """A picture, or a part of it."""
+
+    image: torch.Tensor
+    shape: tuple[int, ...]  # of the whole picture
+
+
+def _cut(image: torch.Tensor, part: Region | None) -> _Decoded:
+    return _Decoded(image if part is None else image[:, *part], tuple(image.shape))
 
 
 @cache
@@ -236,7 +261,7 @@ def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:
         if lacks_memory(error) or not has_room(3 * header.height * header.width):
             raise MemoryError(reason) from error
         if _loads_truncated():
-            return _decode_other(data)
+            return _decode_other(data).image
         raise ValueError(f"broken or truncated jpeg image: {reason}") from error
     return image
 
@@ -325,14 +350,36 @@ def _ends_with_pixels(png: bytes) -> bool:
     return png[end + 4 : end + 8] == b"IEND"
 
 
-def _decode_other(data: bytes, divisor: int = 1) -> torch.Tensor:
+def _decode_other(data: bytes, divisor: int = 1, part: Region | None = None) -> _Decoded:
     with _opened(data) as picture:
         if divisor > 1:
             picture.draft("RGB", [side // divisor for side in picture.size])
         picture.load()
         picture.info.pop("transparency", None)  # convert() drops it with a warning
-        pixels = np.array(picture.convert("RGB"))
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+        pixels = _rgb(picture, part)
+        width, height = picture.size
+    return _Decoded(torch.from_numpy(pixels).permute(2, 0, 1), (3, height, width))
+
+
+def _rgb(picture: Image.Image, part: Region | None) -> npt.NDArray[np.uint8]:
+    """``(H, W, 3)``, a picture of Pillow's or a part of it.
+
+    Pillow copies a picture two or three times on its way to NumPy. Each copy of a large one is
+    memory that the process has to be given first: 12 megapixels cost 130 ms at once, and 30 strip
+    by strip.
+    """
+    width, height = picture.size
+    rows, columns = part or (slice(0, height), slice(0, width))
+    pixels = np.empty((rows.stop - rows.start, columns.stop - columns.start, 3), dtype=np.uint8)
+    step = max(STRIP // width, 1)
+    for top in range(rows.start, rows.stop, step):
+        bottom = min(top + step, rows.stop)
+        box = (columns.start, top, columns.stop, bottom)
+        strip = picture if box == (0, 0, width, height) else picture.crop(box)
+        # convert() copies what is in RGB already.
+        rgb = strip if strip.mode == "RGB" else strip.convert("RGB")
+        pixels[top - rows.start : bottom - rows.start] = np.asarray(rgb)
+    return pixels
 
 
 def _orientation(exif: Any) -> int:

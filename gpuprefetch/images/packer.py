@@ -16,7 +16,7 @@ from gpuprefetch.core.nested import objects, select
 from gpuprefetch.images.bad import name_of
 from gpuprefetch.images.division import Made, Share, divide, of_stored, what_to_make
 from gpuprefetch.images.encoded import EncodedImage
-from gpuprefetch.images.header import ImageHeader, blank, decode_cpu
+from gpuprefetch.images.header import ImageHeader, Region, blank, decode_cpu
 from gpuprefetch.images.headers import Headers, remark_on_clipped
 from gpuprefetch.images.host_memory import memory_for
 from gpuprefetch.images.joint import settle
@@ -133,13 +133,21 @@ class Packer:
         """Note that a batch has been packed; the time of that."""
         return self._memory.note_packed()
 
-    def decode(self, image: EncodedImage, header: ImageHeader, divisor: int = 1) -> torch.Tensor:
+    def decode(
+        self,
+        image: EncodedImage,
+        header: ImageHeader,
+        divisor: int = 1,
+        part: Region | None = None,
+    ) -> torch.Tensor:
         """Decode an image. A bad file is a ValueError, and too little memory a MemoryError."""
         name = name_of(image.index, image.path)
         size = readable(3 * header.height * header.width)
         pixels = f"{header.width} x {header.height} pixels, {size} decoded"
         with memory_for(f"a picture of {pixels}: {name}"):
-            return decode_cpu(image.data, header, apply_exif=self.apply_exif, divisor=divisor)
+            return decode_cpu(
+                image.data, header, apply_exif=self.apply_exif, divisor=divisor, part=part
+            )
 
     def decode_first(
         self, images: Sequence[EncodedImage], headers: Headers, files: Ints, ours: Flags
@@ -226,17 +234,20 @@ class Packer:
         """Decode the images that are not left to the device, into their parts of the buffer."""
         parts = packed.parts()
         for i in np.flatnonzero(packed.decoded).tolist():
+            rows = [each[i] for each in packed.rows if each is not None]
+            part = _read_by(rows[0]) if made.crops[i] else None
             picture = headers.early.pop(i, None)
-            if picture is None:
+            if picture is not None:
+                picture = picture if part is None else picture[:, *part]
+            else:
                 try:
-                    picture = self.decode(images[i], headers.each[i], int(made.divisors[i]))
+                    picture = self.decode(images[i], headers.each[i], int(made.divisors[i]), part)
                 except ValueError as error:
                     packed.errors[i] = str(error)
                     packed.decoded[i] = False
                     packed.spans[i] = 0
                     continue
-            rows = [each[i] for each in packed.rows if each is not None]
-            pictures, fitted = self._fit(picture, rows, i, crop=bool(made.crops[i]))
+            pictures, fitted = self._fit(picture, rows, i, part)
             for each, row in zip(packed.rows, fitted, strict=False):
                 assert each is not None
                 each[i] = row
@@ -245,18 +256,24 @@ class Packer:
             _write(pictures, parts[i], interleaved=packed.stored.interleaved)
 
     def _fit(
-        self, picture: torch.Tensor, rows: Sequence[Doubles], position: int, *, crop: bool
+        self,
+        picture: torch.Tensor,
+        rows: Sequence[Doubles],
+        position: int,
+        part: Region | None,
     ) -> tuple[list[torch.Tensor], list[Doubles]]:
-        """What is sent of a decoded picture for each view, and the sampling of that."""
+        """What is sent of a decoded picture, or of its ``part``, and the sampling of that.
+
+        Both are for each view.
+        """
         sizes = [size_at(size, position) for size in self.sizes]
         if not sizes:
             return [picture], []
-        if crop:
+        if part is not None:
             (row,) = rows
-            (top, left), (bottom, right) = row[:, 2:4].T.astype(int)
             moved = row.copy()
             moved[:, [0, 2, 3]] -= row[:, 2:3]  # origin, low and high
-            return [picture[:, top:bottom, left:right]], [moved]
+            return [picture], [moved]
         finished = [
             resample_uint8(
                 picture,
@@ -318,6 +335,12 @@ class Packer:
                 head.resample_into(head.results(out), ready, pictures, rows[ready])
             outs.append(out)
         return outs
+
+
+def _read_by(row: Doubles) -> Region:
+    """The part of a picture that a sampling, ``(2, 6)``, reads."""
+    (top, bottom), (left, right) = row[:, 2:4].astype(int).tolist()
+    return slice(top, bottom), slice(left, right)
 
 
 def _copy_files(images: Sequence[EncodedImage], headers: Headers, packed: PackedImages) -> None:
