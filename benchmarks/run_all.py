@@ -181,14 +181,16 @@ class Runner:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._end = time.monotonic() + (args.stop_after or float("inf"))
-        self._running = set[subprocess.Popen[bytes]]()
         self._over = threading.Event()
 
-    def run(self, items: list[Item], own: list[Lane]) -> None:
-        """All items, in turn on the lanes: the same ones whenever it is called."""
-        with self._ending(), ThreadPoolExecutor(len(own)) as pool:
-            for lane in own:
-                pool.submit(self._run_lane, lane, items[lane.number :: len(own)])
+    def run(self, items: list[Item], own: list[Lane]) -> list[str]:
+        """All items, in turn on the lanes; the names of those that failed.
+
+        An item is on the same lane whenever the same items are given.
+        """
+        with ThreadPoolExecutor(len(own)) as pool, self._ending():
+            parts = [items[lane.number :: len(own)] for lane in own]
+            return [name for failed in pool.map(self._run_lane, own, parts) for name in failed]
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
@@ -198,8 +200,9 @@ class Runner:
         finally:
             self._over.set()
 
-    def _run_lane(self, lane: Lane, items: list[Item]) -> None:
+    def _run_lane(self, lane: Lane, items: list[Item]) -> list[str]:
         os.sched_setaffinity(0, lane.cores)  # of this thread, and of what it starts
+        failed = []
         for item in items:
             left = self._end - time.monotonic()
             enough = left > (30 if item.script in STOPS else 60 * item.minutes)
@@ -210,6 +213,9 @@ class Runner:
             status = self._run_item(item, lane, left)
             took = time.monotonic() - started
             print(f"{lane.name}  {item.name}: {took:.0f} s, exit status {status}", flush=True)
+            if status:
+                failed.append(item.name)
+        return failed
 
     def _run_item(self, item: Item, lane: Lane, left: float) -> int:
         words = arguments(item, lane, self._args, left)
@@ -258,7 +264,8 @@ def main(words: list[str] | None = None) -> None:
         lines = [f"{name}: {reason}" for name, reason in why.items()]
         raise SystemExit("\n".join([*lines, f"Install them, or give --without {' '.join(why)}"]))
     args.output.mkdir(parents=True, exist_ok=True)
-    Runner(args).run(items, lanes(args.cores_per_gpu))
+    if failed := Runner(args).run(items, lanes(args.cores_per_gpu)):
+        raise SystemExit(f"failed: {', '.join(failed)}; {args.output} has what they printed, *.log")
 
 
 if __name__ == "__main__":

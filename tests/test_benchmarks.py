@@ -687,6 +687,14 @@ def test_each_gpu_runs_every_second_cell_on_cores_of_its_own(run_all, tmp_path, 
     assert "batch-size 64" in (tmp_path / "results" / "gpu0.log").read_text()
 
 
+def test_what_fails_is_named_at_the_end(run_all, tmp_path, capsys):
+    (tmp_path / "benchmarks" / "decode.py").write_text("raise SystemExit('no such photos')")
+    with pytest.raises(SystemExit, match="failed: decode;"):
+        run_all("--only", "decode", "views", gpus="0")
+    assert "no such photos" in (tmp_path / "results" / "gpu0.log").read_text()
+    assert re.search(r"views: \d+ s, exit status 0", capsys.readouterr().out)
+
+
 def test_what_would_end_too_late_is_not_begun(run_all, tmp_path, capsys):
     found = run_all("--only", "batch 64", "decode", "--stop-after", "100", gpus="0")
     ((_, _, words),) = found["train-data-gpu0.json"]
