@@ -27,7 +27,8 @@ from gpuprefetch.images.ppm import decode_ppm, read_ppm
 if TYPE_CHECKING:
     from PIL import Image
 
-Region: TypeAlias = tuple[slice, slice]  # rows and columns of a picture, from start to stop
+Region: TypeAlias = tuple[slice, slice]  # rows and columns of a picture
+WHOLE: Region = (slice(None), slice(None))
 
 # Scans that a JPEG of the most pixels may have. A decoder goes over the whole picture for each
 # scan, even for one of 12 bytes, at 35 ns a block of 64 pixels: 2 seconds for 16 scans.
@@ -170,7 +171,7 @@ def decode_cpu(
     *,
     apply_exif: bool = False,
     divisor: int = 1,
-    part: Region | None = None,
+    part: Region = WHOLE,
 ) -> torch.Tensor:
     """Decode one image on the CPU as ``PIL.Image.open(file).convert("RGB")`` does, bit for bit.
 
@@ -194,13 +195,13 @@ def decode_cpu(
     data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else bytes(data)
     header = header or read_header(data, oriented=apply_exif)
     turns = apply_exif and header.orientation > 1
-    cut = None if turns else part
+    early = WHOLE if turns else part
     if header.format == "jpeg" and divisor == 1 and not header.damaged:
-        found = _cut(_decode_jpeg(data, header), cut)
+        found = _cut(_decode_jpeg(data, header), early)
     elif (ppm := read_ppm(data)) is not None:
-        found = _cut(torch.from_numpy(decode_ppm(data, ppm)).permute(2, 0, 1), cut)
+        found = _cut(torch.from_numpy(decode_ppm(data, ppm)).permute(2, 0, 1), early)
     else:
-        found = _decode_other(data, divisor, cut)
+        found = _decode_other(data, divisor, early)
     if found.shape != (3, -(-header.height // divisor), -(-header.width // divisor)):
         raise ValueError(
             f"broken {header.format} image: it was decoded to {found.shape}, "
@@ -209,8 +210,7 @@ def decode_cpu(
     if not turns:
         return found.image
     turned = found.image.mT if header.orientation >= 5 else found.image
-    turned = turned.flip(((), (-1,), (-2, -1), (-2,))[(header.orientation - 1) % 4])
-    return turned if part is None else turned[:, *part]
+    return turned.flip(((), (-1,), (-2, -1), (-2,))[(header.orientation - 1) % 4])[:, *part]
 
 
 class _Decoded(NamedTuple):
@@ -220,8 +220,8 @@ class _Decoded(NamedTuple):
     shape: tuple[int, ...]  # of the whole picture
 
 
-def _cut(image: torch.Tensor, part: Region | None) -> _Decoded:
-    return _Decoded(image if part is None else image[:, *part], tuple(image.shape))
+def _cut(image: torch.Tensor, part: Region) -> _Decoded:
+    return _Decoded(image[:, *part], tuple(image.shape))
 
 
 @cache
@@ -350,7 +350,7 @@ def _ends_with_pixels(png: bytes) -> bool:
     return png[end + 4 : end + 8] == b"IEND"
 
 
-def _decode_other(data: bytes, divisor: int = 1, part: Region | None = None) -> _Decoded:
+def _decode_other(data: bytes, divisor: int = 1, part: Region = WHOLE) -> _Decoded:
     with _opened(data) as picture:
         if divisor > 1:
             picture.draft("RGB", [side // divisor for side in picture.size])
@@ -361,7 +361,7 @@ def _decode_other(data: bytes, divisor: int = 1, part: Region | None = None) -> 
     return _Decoded(torch.from_numpy(pixels).permute(2, 0, 1), (3, height, width))
 
 
-def _rgb(picture: Image.Image, part: Region | None) -> npt.NDArray[np.uint8]:
+def _rgb(picture: Image.Image, part: Region) -> npt.NDArray[np.uint8]:
     """``(H, W, 3)``, a picture of Pillow's or a part of it.
 
     Pillow copies a picture two or three times on its way to NumPy. Each copy of a large one is
@@ -369,8 +369,9 @@ def _rgb(picture: Image.Image, part: Region | None) -> npt.NDArray[np.uint8]:
     by strip.
     """
     width, height = picture.size
-    rows, columns = part or (slice(0, height), slice(0, width))
-    pixels = np.empty((rows.stop - rows.start, columns.stop - columns.start, 3), dtype=np.uint8)
+    rows = range(height)[part[0]]
+    columns = range(width)[part[1]]
+    pixels = np.empty((len(rows), len(columns), 3), dtype=np.uint8)
     step = max(STRIP // width, 1)
     for top in range(rows.start, rows.stop, step):
         bottom = min(top + step, rows.stop)

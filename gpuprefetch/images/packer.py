@@ -16,7 +16,7 @@ from gpuprefetch.core.nested import objects, select
 from gpuprefetch.images.bad import name_of
 from gpuprefetch.images.division import Made, Share, divide, of_stored, what_to_make
 from gpuprefetch.images.encoded import EncodedImage
-from gpuprefetch.images.header import ImageHeader, Region, blank, decode_cpu
+from gpuprefetch.images.header import WHOLE, ImageHeader, Region, blank, decode_cpu
 from gpuprefetch.images.headers import Headers, remark_on_clipped
 from gpuprefetch.images.host_memory import memory_for
 from gpuprefetch.images.joint import settle
@@ -138,7 +138,7 @@ class Packer:
         image: EncodedImage,
         header: ImageHeader,
         divisor: int = 1,
-        part: Region | None = None,
+        part: Region = WHOLE,
     ) -> torch.Tensor:
         """Decode an image. A bad file is a ValueError, and too little memory a MemoryError."""
         name = name_of(image.index, image.path)
@@ -235,10 +235,10 @@ class Packer:
         parts = packed.parts()
         for i in np.flatnonzero(packed.decoded).tolist():
             rows = [each[i] for each in packed.rows if each is not None]
-            part = _read_by(rows[0]) if made.crops[i] else None
+            part = _read_by(rows[0]) if made.crops[i] else WHOLE
             picture = headers.early.pop(i, None)
             if picture is not None:
-                picture = picture if part is None else picture[:, *part]
+                picture = picture[:, *part]
             else:
                 try:
                     picture = self.decode(images[i], headers.each[i], int(made.divisors[i]), part)
@@ -247,7 +247,7 @@ class Packer:
                     packed.decoded[i] = False
                     packed.spans[i] = 0
                     continue
-            pictures, fitted = self._fit(picture, rows, i, part)
+            pictures, fitted = self._fit(picture, rows, i, cropped=bool(made.crops[i]))
             for each, row in zip(packed.rows, fitted, strict=False):
                 assert each is not None
                 each[i] = row
@@ -256,20 +256,16 @@ class Packer:
             _write(pictures, parts[i], interleaved=packed.stored.interleaved)
 
     def _fit(
-        self,
-        picture: torch.Tensor,
-        rows: Sequence[Doubles],
-        position: int,
-        part: Region | None,
+        self, picture: torch.Tensor, rows: Sequence[Doubles], position: int, *, cropped: bool
     ) -> tuple[list[torch.Tensor], list[Doubles]]:
-        """What is sent of a decoded picture, or of its ``part``, and the sampling of that.
+        """What is sent of a decoded picture for each view, and the sampling of that.
 
-        Both are for each view.
+        ``cropped`` says whether it is the part of the picture that its only view reads.
         """
         sizes = [size_at(size, position) for size in self.sizes]
         if not sizes:
             return [picture], []
-        if part is not None:
+        if cropped:
             (row,) = rows
             moved = row.copy()
             moved[:, [0, 2, 3]] -= row[:, 2:3]  # origin, low and high
