@@ -384,7 +384,16 @@ def interrupt(prefetcher, epoch):
         worker.join()
 
 
+@pytest.fixture
+def may_be_interrupted():
+    """Ctrl-C is an exception, which a shell's background job ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.forks("another start method of Python's takes the signal")
+@pytest.mark.usefixtures("may_be_interrupted")
 def test_workers_that_have_died_are_replaced(photos):
     ahead = seen(EncodedImageFolder(photos), False, interrupt)
     assert_same(ahead, seen(Own(photos), False, interrupt, num_workers=0))
