@@ -23,6 +23,7 @@ CEILING = "synthetic"
 PLAIN = "torchvision"
 POLICIES = {"ra": "RandAugment", "ta": "TrivialAugmentWide", "aa": "AutoAugment"}
 NO_MODEL = "no model"  # the loader alone
+LEAST_GIB = 0.1  # that a process on the GPU needs
 STILL_CACHED = 0.05  # share of the photos' pages that a cold run may find in memory
 
 Document = dict[str, Any]
@@ -35,8 +36,16 @@ def read(folder: Path) -> list[Document]:
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text())
         if "benchmark" in document and "metadata" in document:
+            _leave_out_unknown_memory(document["results"])
             documents.append({**document, "file": path.name})
     return sorted(documents, key=lambda document: document["metadata"]["utc"])
+
+
+def _leave_out_unknown_memory(results: object) -> None:
+    """A context alone needs more than that: the memory of the process before was still in use."""
+    for result in results if isinstance(results, list) else []:
+        if result.get("gpu_peak_gib", LEAST_GIB) < LEAST_GIB:
+            del result["gpu_peak_gib"]
 
 
 def version(document: Document) -> int:
@@ -130,7 +139,9 @@ class Machine:
         return [(c, r) for c, rounds in self.results.items() for r in rounds.values()]
 
     def median(self, column: str, key: str) -> float:
-        return statistics.median(r.get(key, 0.0) for r in self.results[column].values())
+        """Of the rounds that know it; 0 if none does."""
+        known = [r[key] for r in self.results[column].values() if key in r]
+        return statistics.median(known or [0.0])
 
     def twins(self) -> protocol.Rounds:
         """Rates of two labels of one loader: the pair of protocol 2, or what is one by accident.

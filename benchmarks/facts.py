@@ -33,6 +33,7 @@ THROTTLE = {
 }
 CLOCKS = {"sm": 1, "memory": 2}  # nvmlClockType_t
 SAMPLE_SECONDS = 1.0
+FREED_SECONDS = 10.0
 
 
 class Device:
@@ -68,16 +69,14 @@ class Device:
             return None
         return memory[2]
 
-    def settled_bytes(self) -> int | None:
-        """Memory in use once it stands still: the last child's context goes after its exit."""
-        used = self.used_bytes()
-        for _ in range(20):
-            time.sleep(0.1)
-            before = used
-            used = self.used_bytes()
-            if used == before:
-                break
-        return used
+    def wait_until_freed(self, most: int) -> None:
+        """Wait until no more than so many bytes are in use: a context goes after its process.
+
+        For ``FREED_SECONDS`` at most: another process may have taken memory meanwhile.
+        """
+        end = time.monotonic() + FREED_SECONDS
+        while (self.used_bytes() or 0) > most and time.monotonic() < end:
+            time.sleep(0.05)
 
     def facts(self) -> dict[str, Any]:
         """What does not change from one measurement to the next."""

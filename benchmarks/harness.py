@@ -158,7 +158,7 @@ def run_child(
     variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     path = [str(package), variables.get("PYTHONPATH", "")]
     variables |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), **(environment or {})}
-    before = device.settled_bytes()
+    before = device.used_bytes()
     states = States(device)
     peak = 0
     start = time.monotonic()
@@ -180,6 +180,7 @@ def run_child(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
+            device.wait_until_freed(before or 0)  # what it had is not the next one's
         out.seek(0)
         err.seek(0)
         results = [line for line in out.read().splitlines() if line.startswith(RESULT)]

@@ -155,7 +155,7 @@ def _of_train(quote: Quote, documents: list[Document]) -> Values:
     if quote.quantity == "% noise":
         return [100 * cell.noise] if cell.noise is not None else [], False
     if key := costs.get(quote.quantity):
-        return [r[key] for r in results], False
+        return [r[key] for r in results if key in r], False
     if of_epoch := of_epochs.get(quote.quantity):
         return [of_epoch(r["epoch_seconds"]) for r in results], False
     if quote.quantity.removesuffix(" more") in costs:
@@ -191,7 +191,8 @@ def _paired(
     for machine in machines:
         ours = machine.results.get(column, {})
         theirs = machine.results.get(other, {})
-        values += [combine(ours[n][key], theirs[n][key]) for n in ours.keys() & theirs.keys()]
+        both = [(ours[n], theirs[n]) for n in ours.keys() & theirs.keys()]
+        values += [combine(a[key], b[key]) for a, b in both if key in a and key in b]
     return values
 
 

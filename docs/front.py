@@ -5,8 +5,8 @@
 
 A row is a cell that DALI and gpuprefetch have run, and whose noise is known.
 Two rows are of whole epochs, then two without end. Of each two the first is the one
-that DALI wins by most, and the second the next one that fills every column. Rows of
-an older protocol fill up what the newest lacks.
+that DALI wins by most beyond the noise, and the second the next one that fills
+every column. Rows of an older protocol fill up what the newest lacks.
 """
 
 import statistics
@@ -34,8 +34,8 @@ NOTE = (
     "Medians on {cards} by [protocol](docs/measuring.md) {versions}. *No loading*: "
     "the same step on one batch that stays on the GPU. In brackets: how many "
     "different photos, and their mean size. Rows: of whole epochs, and of epochs "
-    "without end, the cell that DALI wins by most, and the next one that fills all "
-    "columns."
+    "without end, the cell that DALI wins by most beyond the noise, and the next "
+    "one that fills all columns."
 )
 NOT_RUN = " -: not run."
 SPREAD = " Rounds and [noise](docs/measuring.md#the-rules) of the rows: {each}."
@@ -61,9 +61,12 @@ def chosen(documents):
 
 
 def loss_and_whole(found):
-    """Return the first cell, then those that fill a row, then the rest."""
-    whole = [c for c in found[1:] if "-" not in row_of(c)]
-    return [*found[:1], *whole, *[c for c in found[1:] if c not in whole]]
+    """Return the largest loss, then the cells that fill a row, then the rest."""
+    unlike = [c for c in found if not c.compared(cells.OURS, c.dali).equal]
+    lost = (unlike or found)[:1]
+    others = [c for c in found if c not in lost]
+    whole = [c for c in others if "-" not in row_of(c)]
+    return [*lost, *whole, *[c for c in others if c not in whole]]
 
 
 def row_of(cell):

@@ -114,6 +114,34 @@ def test_a_child_says_what_it_measured_or_why_it_failed(tmp_path):
     assert "no result after 0.1 s" in run(code, timeout=0.1)["error"]
 
 
+class SlowToFree:
+    """A GPU whose memory is free a while after the process that had it has ended."""
+
+    def __init__(self, used):
+        self.used = used  # what its driver says, in turn
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+        return 0
+
+    nvmlDeviceGetHandleByUUID = nvmlDeviceGetHandleByIndex_v2
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory):
+        memory._obj[2] = self.used.pop(0)
+        return 0
+
+
+@pytest.mark.parametrize(("seconds", "read"), [(10.0, 4), (0.0, 1)])
+def test_memory_of_a_child_is_free_before_the_next_one_begins(monkeypatch, seconds, read):
+    monkeypatch.setattr("facts.FREED_SECONDS", seconds)
+    used = [9, 9, 9, 3, 2]
+    gpu = SlowToFree([*used])
+    facts.Device(gpu).wait_until_freed(3)
+    assert len(used) - len(gpu.used) == read
+
+
 @pytest.fixture
 def ran(monkeypatch):
     """What is run in place of children, as (loader, package); ``rates`` has a list for each."""
