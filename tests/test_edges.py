@@ -9,6 +9,8 @@ import signal
 import threading
 import time
 from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +34,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, accelerate
+from gpuprefetch.core import resume
 from gpuprefetch.core.forecast import Forecast, draws_since
 from gpuprefetch.images import loading
 from gpuprefetch.images.steady import Steady
@@ -260,6 +263,123 @@ def test_workers_end_with_the_epoch_where_no_thread_can_watch_them(photos, monke
     for _ in range(2):
         assert len([*prefetcher]) == 6
         until(lambda: not alive())
+
+
+# --- While the loop has the last batches still before it ---
+
+LATE = COUNT // 2 - 2  # the last batch but one, of two samples each
+
+
+@pytest.fixture
+def pinning(monkeypatch):
+    """``pin_memory=True`` has its thread: only then it is known which batches have come."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *to: tensor.clone())
+        refuses = SimpleNamespace(cudaHostRegister=lambda *slab: 1)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: refuses)
+
+
+def leave(prefetcher, epoch):
+    return epoch == 1
+
+
+def keep_state(prefetcher, epoch):
+    if epoch == 1:
+        prefetcher.load_state_dict(prefetcher.state_dict())
+        return True
+    return False
+
+
+def number_next(prefetcher, epoch):
+    prefetcher.set_epoch(2 * epoch + 2)
+
+
+DURING = [leave, keep_state, number_next, validate, draw, replace_a_sample]
+
+
+def seen_during(dataset, persistent, during, **options):
+    """What a loop sees that does something in its last batches, and ends there if that is true."""
+    torch.manual_seed(5)
+    prefetcher = prefetcher_of(dataset, persistent, pin_memory=True, **options)
+    batches = []
+    states = []
+    for epoch in range(4):
+        for number, (images, targets) in enumerate(prefetcher):
+            batches.append((images.clone(), targets))
+            if number == 2:
+                time.sleep(0.1)  # the workers read what is left meanwhile
+            if number == LATE and during(prefetcher, epoch):
+                break
+        states.append(torch.get_rng_state())
+    return batches, states
+
+
+@pytest.mark.usefixtures("pinning", "threaded")
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("during", DURING)
+def test_a_loop_sees_the_same_of_what_it_does_in_its_last_batches(photos, persistent, during):
+    ahead = seen_during(EncodedImageFolder(photos), persistent, during)
+    assert_same(ahead, seen_during(Own(photos), persistent, during))
+
+
+def reads_before_the_end(root, persistent):
+    """Whether the next epoch is read while the loop has two batches before it."""
+    options = {"prefetch_factor": 3, "pin_memory": True}
+    prefetcher = prefetcher_of(EncodedImageFolder(root), persistent, **options)
+    for number, _ in enumerate(prefetcher):
+        if number in (0, LATE - 1):
+            time.sleep(0.3)  # the workers read all batches of an epoch meanwhile
+        if number == LATE - 1:
+            shutil.rmtree(root)
+    assert number == LATE + 1
+    try:
+        return len([*prefetcher]) == LATE + 2
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.usefixtures("pinning")
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("last", [4, 0])
+def test_the_next_epoch_is_read_before_the_last_batches(
+    photos, tmp_path, constants, persistent, last
+):
+    constants(resume, LAST=last)
+    root = shutil.copytree(photos, tmp_path / "photos")
+    assert reads_before_the_end(root, persistent) == bool(last)
+
+
+@pytest.mark.usefixtures("pinning", "threaded")
+def test_an_error_of_the_last_batches_comes_in_its_place(photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / "photos")
+    options = {"shuffle": False, "pin_memory": True}
+    prefetcher = prefetcher_of(EncodedImageFolder(root), True, **options)
+    path = Path(prefetcher.dataset.samples[-1][0])
+    data = path.read_bytes()
+    path.unlink()
+    seen = []
+    with pytest.raises(FileNotFoundError):
+        seen.extend(targets.tolist() for _, targets in prefetcher)
+    assert len(seen) == LATE + 1
+    path.write_bytes(data)
+    assert len([*prefetcher]) == LATE + 2
+
+
+@pytest.mark.usefixtures("pinning")
+def test_workers_that_wait_for_a_slow_loop_are_not_idle(photos, constants):
+    constants(loading, IDLE_SECONDS=0.3)
+    prefetcher = prefetcher_of(EncodedImageFolder(photos), persistent=False, pin_memory=True)
+    found = set()
+    for _ in range(2):
+        for number, _ in enumerate(prefetcher):
+            found |= alive()
+            if number in (2, LATE):
+                time.sleep(0.4)
+    assert len(found) == 2
+    until(lambda: not alive())
 
 
 # --- What changes in place, and what only looks equal ---

@@ -211,6 +211,11 @@ class Lookahead:
     def device(self) -> torch.device:
         return self.stage.device
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop has come to the end, or has left."""
+        return self._ready.stopping or self.place.reached.ended
+
     def start(self) -> None:
         """Start the thread, once whoever closes the epoch knows of it."""
         if self._thread is not None:
@@ -242,9 +247,13 @@ class Lookahead:
         else:  # the epoch is closed: the batch is dropped after the stream has ended
             slot = Prepared(fetched, None, None)
             self._ready.add(slot)
-        if isinstance(slot, Failed) and slot.at_end:
-            self._source.ended()
-        return isinstance(slot, Prepared)
+        if isinstance(slot, Failed):
+            if slot.at_end:
+                self._source.ended()
+            return False
+        if not self._ready.stopping:
+            self._source.take_last()
+        return True
 
     def _prepare_with_others(self, first: Fetched) -> Slot:
         """Prepare a batch, and those with it that the loader has already; the last slot."""
