@@ -348,6 +348,10 @@ SAME_ON_BATCH = {
     "ColorJitter": K.ColorJitter(0.8, 0.8, p=0.6, same_on_batch=True),
     "RandomPosterize": K.RandomPosterize((2.0, 7.0), p=0.6, same_on_batch=True),
     "a container": K.ImageSequential(K.RandomBrightness((0.3, 1.7), p=1.0), same_on_batch=True),
+    "a part": K.ImageSequential(
+        K.RandomBrightness((0.3, 1.7), p=0.6, same_on_batch=True),
+        K.AugmentationSequential(K.RandomPosterize((2.0, 7.0), p=0.6, same_on_batch=True)),
+    ),
 }
 
 
@@ -360,6 +364,21 @@ def test_what_is_sampled_for_a_batch_is_so_for_a_list(name):
         ((images, _),) = prefetcher_of(numbered([FILES[0]] * 4), results="list", **options)
         assert all(torch.equal(image, images[0]) for image in images)
         assert torch.equal(stack[0], images[0])
+
+
+@pytest.mark.parametrize("results", ["stack", "list"])
+def test_parts_of_a_container_sample_for_a_batch_or_for_each_image(results):
+    brightness = K.RandomBrightness((0.3, 1.7), p=1.0, same_on_batch=True)
+    both = K.ImageSequential(brightness, K.RandomHorizontalFlip(p=0.5))
+    options = {"transforms": [gpuprefetch.Resize((9, 8)), both], "results": results}
+    means = set()
+    for seed in range(3):
+        ((images, _),) = prefetcher_of(numbered([FILES[0]] * 8), seed=seed, **options)
+        turned = [image if torch.equal(image, images[0]) else image.flip(2) for image in images]
+        assert all(torch.equal(image, images[0]) for image in turned)
+        assert not all(torch.equal(image, images[0]) for image in images)
+        means.add(images[0].mean().item())
+    assert len(means) == 3
 
 
 def test_a_choice_for_a_whole_batch_is_refused_for_a_list():

@@ -25,7 +25,14 @@ from gpuprefetch.core.errors import add_note
 from gpuprefetch.core.nested import children_of, map_leaves, objects, select
 from gpuprefetch.images.fate import Fate
 from gpuprefetch.images.walk import PerSample, is_follower, is_per_sample, walk
-from gpuprefetch.policies.known import name_of, parts_of, samples_alike, title, torchvision_class
+from gpuprefetch.policies.known import (
+    in_turn,
+    name_of,
+    parts_of,
+    samples_alike,
+    title,
+    torchvision_class,
+)
 from gpuprefetch.policies.per_image import Loop, PerImage, Transform, takes_keys
 from gpuprefetch.policies.registry import Is, is_or_extends
 from gpuprefetch.transforms.random import Keys, SeededDraws, derive, op_keys
@@ -101,14 +108,16 @@ def _run_each(
 
     They have the same random parameters where a whole batch has.
     """
-    alike = samples_alike(transform)
+    made = [*images]
     draws = SeededDraws(seed)
-    made = []
-    for number, image in enumerate(images):
-        own = None if keys is None else keys[number : number + 1]
-        with SeededDraws(seed) if alike else draws:
-            result = run(transform, image[None], own)
-        made.append(_only(title(transform), result))
+    for op in in_turn(transform):
+        alike = samples_alike(op)
+        for number, image in enumerate(made):
+            own = None if keys is None else keys[number : number + 1]
+            repeats = alike and number < len(made) - 1
+            with draws.copied() if repeats else draws:
+                result = run(op, image[None], own)
+            made[number] = _only(title(op), result)
     return made
 
 

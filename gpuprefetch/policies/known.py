@@ -1,7 +1,9 @@
 """Whose a transform is: torchvision's, kornia's, timm's, ours, or somebody's own; and what of."""
 
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,6 +113,15 @@ def samples_once(op: object) -> bool:
 def samples_alike(op: object) -> bool:
     """Whether kornia's ``same_on_batch`` has an op sample once for all images of a batch."""
     return bool(getattr(op, "same_on_batch", False))
+
+
+def in_turn(transform: LibraryOp) -> list[LibraryOp]:
+    """The ops that a container of kornia's calls one after the other; else the transform itself."""
+    kornia: Any = sys.modules.get("kornia.augmentation")
+    kinds = () if kornia is None else (kornia.ImageSequential, kornia.AugmentationSequential)
+    if type(transform) not in kinds or transform.random_apply or samples_alike(transform):
+        return [transform]
+    return [op for part in parts_of(transform) for op in in_turn(part)]
 
 
 def title(transform: object) -> str:

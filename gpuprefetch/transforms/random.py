@@ -6,7 +6,7 @@ OOPSLA 2014), used as a hash of (seed, epoch, sample, ...) followed by a counter
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
@@ -112,10 +112,17 @@ class SeededDraws(TorchFunctionMode):
     function mode is local to its thread.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(
+        self, seed: int, begun: Mapping[torch.device, torch.Generator] | None = None
+    ) -> None:
         super().__init__()
         self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._generators: dict[torch.device, torch.Generator] = dict(begun or {})
+
+    def copied(self) -> "SeededDraws":
+        """Others that go on with the same numbers as these."""
+        begun = {device: each.clone_state() for device, each in self._generators.items()}
+        return SeededDraws(self._seed, begun)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = dict(kwargs or {})
