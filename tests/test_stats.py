@@ -10,7 +10,7 @@ import torch
 from fakes import prefetcher_of
 from torch.profiler import ProfilerActivity, profile
 
-from gpuprefetch import EncodedImageFolder, RandomResizedCrop, Stats
+from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, Stats
 from gpuprefetch.core.stats import Timed
 
 WORKER_STAGES = ("read", "worker_decode", "collate")
@@ -49,6 +49,26 @@ def test_images_that_the_dataset_keeps_are_not_read(photo_folder):
     images.sort(key=lambda sample: -sample[0].index)
     list(islice(prefetcher, 2))
     assert prefetcher.stats.read_seconds == 0
+
+
+IMAGE = torch.zeros(3, 8, 9)
+BATCHES = {
+    "a tensor": (torch.zeros(5, 2), torch.zeros(5)),
+    "sequences": (torch.zeros(5, 7, 2), torch.zeros(5, 7, 2)),
+    "images of their own sizes": ((IMAGE,) * 5, ({"boxes": torch.zeros(2, 4)},) * 5),
+    "the same as lists": [[IMAGE] * 5, [{"boxes": torch.zeros(2, 4)}] * 5],
+    "the same by name": {"pixel_values": [IMAGE] * 5, "labels": torch.zeros(5)},
+    "samples": [(IMAGE, 1)] * 5,
+    "samples by name": [{"image": IMAGE, "label": 1}] * 5,
+    "samples of two views": [(IMAGE, IMAGE)] * 5,
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_images_are_counted_however_they_are_collated(kind):
+    prefetcher = DataPrefetcher([BATCHES[kind]], device="cpu")
+    assert len([*prefetcher]) == 1
+    assert prefetcher.stats.images == 5
 
 
 def test_json_and_postfix():

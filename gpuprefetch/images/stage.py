@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +18,7 @@ from gpuprefetch.images.bad import BadImageError
 from gpuprefetch.images.collate import encoded_leaves, pack_lists
 from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.division import Share
+from gpuprefetch.images.encoded import EncodedImages
 from gpuprefetch.images.finish import finish
 from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
@@ -264,10 +265,35 @@ class Pipeline:
 
 
 def count_images(batch: Batch) -> int:
-    """The length of a batch's first tensor or packed images; 0 without any."""
-    for leaf in objects(batch, is_encoded):
-        if isinstance(leaf, PreparedImages):
+    """How many samples a batch has; 0 where nothing tells it.
+
+    The first of these in it: packed images, a list of encoded images or of tensors (C, H, W), a
+    tensor. A list of samples, which nothing has collated, has as many as it is long::
+
+        ((image, image, image), (target, target, target))    3, as torchvision's references collate
+        [(image, 0), (image, 1)]                             2
+        [images, targets]                                    the length of images
+    """
+    uncollated = isinstance(batch, list) and all(isinstance(s, (tuple, Mapping)) for s in batch)
+    views = uncollated and all(map(_lists_images, batch))
+
+    def is_whole(part: object) -> bool:
+        return is_encoded(part) or (part is not batch and not views and _lists_images(part))
+
+    for leaf in objects(batch, is_whole):
+        if isinstance(leaf, (PreparedImages, EncodedImages, list, tuple)):
             return len(leaf)
+        if uncollated:
+            return len(batch)
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return leaf.size(0)  # a nested tensor has no len()
     return 0
+
+
+def _lists_images(part: object) -> bool:
+    """Whether something is a list of images, (C, H, W)."""
+    return (
+        isinstance(part, (list, tuple))
+        and len(part) > 0
+        and all(isinstance(image, torch.Tensor) and image.dim() == 3 for image in part)
+    )
