@@ -114,7 +114,7 @@ ITEMS = (
     Item("edge", "edge", "", 3),
     Item("views", "views", "", 3),
     Item("policy", "policy", "", 7, peers=("dali", "kornia")),
-    Item("recipe", "recipe", "", 8, on_split=True),
+    Item("recipe", "recipe", "--epochs 30", 6, on_split=True),
 )
 
 
