@@ -14,7 +14,7 @@ import pytest
 import torch
 import torchvision
 from PIL import Image, ImageColor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -132,6 +132,15 @@ def test_the_ceiling_is_of_a_full_batch():
     loader = DataLoader(Slow(0.001), batch_sampler=batches)
     report = doctor(loader, lambda batch: None, device="cpu", seconds=0.2, tune=False)
     assert "batches of 4" in report.where
+
+
+@pytest.mark.parametrize("collate", [None, lambda samples: default_collate(samples)[0]])
+def test_patches_count_as_the_images_they_are_of(photo_folder, collate):
+    patches = [v2.Resize((56, 56)), v2.ToDtype(torch.float32, scale=True), gpuprefetch.Patches()]
+    loader = DataLoader(EncodedImageFolder(photo_folder), batch_size=4, collate_fn=collate)
+    loader = DataPrefetcher(loader, transforms=patches, device="cpu")
+    report = doctor(loader, len, seconds=0.01, tune=False)
+    assert "batches of 4," in report.where
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from gpuprefetch.core.nested import Batch, Loader, tensors, to_device
 from gpuprefetch.core.report import Bar as Progress
 from gpuprefetch.core.report import Printed, columns, progress, rate_text
 from gpuprefetch.core.streams import Steps
+from gpuprefetch.images.counting import count_images
 from gpuprefetch.images.share import usable_cores
-from gpuprefetch.images.stage import count_images
 from gpuprefetch.insight.bars import Bar, Part, draw_bars
 from gpuprefetch.insight.costs import costs
 from gpuprefetch.insight.probe import Workers, endless, probe
