@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 from torchvision import tv_tensors
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -30,7 +30,7 @@ from gpuprefetch import (
     accelerate,
 )
 from gpuprefetch.__main__ import main
-from gpuprefetch.images.sheet import GAP
+from gpuprefetch.images.sheet import GAP, GROUP_GAP
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 SIDE = 48
@@ -284,6 +284,36 @@ def test_a_collate_function_that_mixes_is_run(photo_folder, device):
     assert not np.array_equal(both[0], tile(loader.preview(samples=[1], side=SIDE), 1))
 
 
+def backwards(samples):
+    """The samples in another order, without their first one."""
+    return default_collate(samples[:0:-1])
+
+
+def as_list(samples):
+    return [image for image, _ in samples[:0:-1]]
+
+
+@pytest.mark.parametrize("collate", [backwards, as_list])
+@pytest.mark.parametrize("kind", ["moved", "tensors"])
+def test_a_photo_is_beside_its_own_draw_after_any_collate_function(
+    photo_folder, device, kind, collate
+):
+    pipeline = v2.Compose([v2.Resize((SIDE, SIDE)), *TORCHVISION])
+    folder = ImageFolder(photo_folder, pipeline)
+    if kind == "moved":
+        plain = DataLoader(folder, batch_size=4, collate_fn=collate)
+        loader = accelerate(plain, print_plan=False, device=device)
+    else:
+        plain = DataLoader(folder, batch_size=4, collate_fn=collate)
+        loader = DataPrefetcher(plain, device=device)
+    sheet = loader.preview(samples=[0, 3, 10], side=SIDE)
+    assert sheet.info["titles"][0][1] == "left out"
+    for number, sample in enumerate((3, 10), 1):
+        left = GAP + number * (2 * SIDE + GAP + GROUP_GAP) + SIDE + GAP
+        want = levels(folder[sample][0]).astype(int)
+        assert np.abs(np.asarray(sheet)[GAP : GAP + SIDE, left : left + SIDE] - want).mean() < 1
+
+
 def test_tensors_of_a_dataset_are_shown_as_they_are_normalized_there(device):
     pictures = torch.rand(6, 3, SIDE, SIDE)
 
@@ -397,6 +427,7 @@ def test_a_stream_is_refused_with_a_line_that_works():
         ({"side": "big"}, "side is a number of pixels"),
         ({"samples": []}, r"preview\(samples=\[0, 7\]\)"),
         ({"samples": "ab"}, "samples are keys"),
+        ({"samples": 3}, r"got 3: preview\(samples=\[0, 7\]\)"),
         ({"count": 5000}, "shows 1024 samples at most"),
     ],
 )
