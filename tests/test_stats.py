@@ -142,6 +142,12 @@ def test_json_and_postfix():
     assert stats.postfix() == {"images/s": "150", "wait": "25.0%", "cpu": "75%"}
     stats.images = 3
     assert stats.postfix()["images/s"] == "1.5"
+
+
+def test_no_share_of_the_cpu_is_told_where_nothing_is_decoded():
+    prefetcher = DataPrefetcher([torch.zeros(5, 3, 8, 9)], device="cpu")
+    assert len([*prefetcher]) == 1
+    assert prefetcher.stats.postfix()["cpu"] == "-"
     assert Stats().as_dict()["images_per_second"] == 0
 
 
