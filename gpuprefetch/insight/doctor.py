@@ -361,6 +361,11 @@ class _Clinic:
             gain = moved.images_per_second / found.images_per_second
             tried.append(Change("accelerate(loader)", moved.images_per_second, gain))
             tried.sort(key=lambda change: -change.gain)
+        if loop.rate > SMALL * ceiling.rate:
+            self.notes.append(
+                "the step was slower alone than with the loader, so that other work came between: "
+                f"measure again, doctor(loader, step, seconds={3 * self.seconds:g})"
+            )
         self._note(loader, found, count)
         workers = loader.num_workers
         cores = usable_cores()
