@@ -260,6 +260,49 @@ def test_boxes_masks_and_points_are_drawn_where_they_moved(photo_folder, device,
     assert np.abs(sheets["with"][16, x] - others).max() > 10  # the point
 
 
+class Segmented(Dataset):
+    """Pictures and masks of their lower half, as the transform of both makes them."""
+
+    def __init__(self, folder, transforms, value):
+        self.folder, self.transforms, self.value = ImageFolder(folder), transforms, value
+
+    def __len__(self):
+        return len(self.folder)
+
+    def __getitem__(self, index):
+        image = Image.open(self.folder.samples[index][0]).convert("RGB")
+        mask = torch.zeros(image.height, image.width, dtype=torch.uint8)
+        mask[image.height // 2 :] = self.value
+        return self.transforms(image, tv_tensors.Mask(mask))
+
+
+def test_masks_that_are_stacked_to_a_plain_tensor_are_drawn(photo_folder, device):
+    pipeline = v2.Compose([v2.Resize((64, 64)), v2.ToImage(), v2.ToDtype(torch.float32)])
+    tiles = []
+    for value in (0, 3):
+        plain = DataLoader(Segmented(photo_folder, pipeline, value), batch_size=4)
+        loader = accelerate(plain, print_plan=False, device=device)
+        assert type(next(iter(loader))[1]) is torch.Tensor
+        tiles.append(tile(loader.preview(samples=[2], side=64), 1, 64).astype(int))
+    changed = np.abs(tiles[1] - tiles[0]).max(axis=2) > 0
+    assert not changed[:31].any()
+    assert changed[33:].mean() > 0.95
+
+
+def test_keys_that_a_dataset_does_not_take_are_named(device):
+    class Pairs(TensorDataset):
+        def __getitem__(self, key):
+            index, _ = key
+            return self.tensors[0][index]
+
+    loader = DataPrefetcher(DataLoader(Pairs(torch.zeros(4, 3, 8, 8))), device=device)
+    with pytest.raises(TypeError) as caught:
+        loader.preview(2)
+    (note,) = caught.value.__notes__
+    assert "Pairs of length 4 for the samples [0, 3]. Name others" in note
+    loader.preview(samples=[(0, "a")])
+
+
 def test_views_are_side_by_side(photo_folder, device):
     crops = Views([RandomResizedCrop(SIDE), NORMALIZE], [RandomResizedCrop(24)])
     loader = folder_loader(photo_folder, crops, device)

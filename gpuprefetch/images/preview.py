@@ -44,6 +44,7 @@ from gpuprefetch.transforms.sampling import RandomCropOp, ResizedCropOp, Samplin
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+MOST_CLASSES = 256  # in a mask; a depth map has more values
 MOST = 1024  # samples of one sheet: their results are in memory together
 
 
@@ -93,7 +94,7 @@ def preview(loader: Loader, pipeline: Pipeline, moment: Moment, wanted: Wanted) 
     views = [replace(view, head=view.head.listed()) for view in pipeline.views]
     pipeline = replace(pipeline, views=views)
     with torch.random.fork_rng(gpus), trial_draws():
-        samples = _read_named(loader.dataset, keys)
+        samples = _read_named(loader.dataset, keys, spread=wanted.samples is None)
         names, repeats = Repeats(loader.dataset).add(keys)
         apply_exif = pipeline.packer.apply_exif
         pairs = zip(samples, keys, strict=True)
@@ -122,13 +123,18 @@ def preview(loader: Loader, pipeline: Pipeline, moment: Moment, wanted: Wanted) 
     return contact_sheet(groups, wanted.side)
 
 
-def _read_named(dataset: Any, keys: Sequence[Key]) -> list[Sample]:
-    """Read samples; a dataset without one of them, whose error may not tell, is named beside it."""
+def _read_named(dataset: Any, keys: Sequence[Key], *, spread: bool) -> list[Sample]:
+    """Read samples; a dataset without one of them, whose error may not tell, is named beside it.
+
+    ``spread`` says that the keys were chosen here, as those of a list.
+    """
     try:
         return read_samples(dataset, keys)
-    except LookupError as error:
+    except Exception as error:
         size = f" of length {len(dataset)}" if hasattr(dataset, "__len__") else ""
-        error.add_note(f"preview asked {type(dataset).__name__}{size} for the samples {keys}.")
+        advice = " Name others, as its sampler does: preview(samples=[key])." if spread else ""
+        asked = f"preview asked {type(dataset).__name__}{size} for the samples {keys}."
+        error.add_note(asked + advice)
         raise
 
 
@@ -239,7 +245,9 @@ class _Draws:
             picture, remark = picture_of(images[row], self.undo[view])
             words = self._words(view, sample) if number < len(self.views) else []
             title = ", ".join([*words, remark] if remark else words)
-            tiles.append(Tile(picture, title or f"{picture.width} x {picture.height}", beside))
+            masks = _stacked_masks(self.result, row, self.count, images[row].shape[-2:])
+            title = title or f"{picture.width} x {picture.height}"
+            tiles.append(Tile(picture, title, [*masks, *beside]))
         return tiles
 
     def _words(self, view: int, sample: int) -> list[str]:
@@ -413,6 +421,20 @@ def _beside(result: Batch, row: int, count: int) -> list[Follower]:
             found += [_on_host(each, each) for each in select(leaf[row], is_follower)]
         elif is_follower(leaf) and leaf.dim() and len(leaf) == count:
             found.append(_on_host(leaf[row], leaf))
+    return found
+
+
+def _stacked_masks(result: Batch, row: int, count: int, size: Sequence[int]) -> list[Follower]:
+    """Masks of one row that torch's default collate has stacked, and so made plain tensors."""
+    from torchvision import tv_tensors
+
+    found: list[Follower] = []
+    for leaf in objects(result):
+        kinds = (torch.bool, torch.uint8, torch.int32, torch.int64)
+        if type(leaf) is torch.Tensor and leaf.dtype in kinds and leaf.shape == (count, *size):
+            mask = leaf[row].cpu()
+            if len(mask.unique()) <= MOST_CLASSES:
+                found.append(tv_tensors.Mask(mask))
     return found
 
 
