@@ -1009,6 +1009,32 @@ def test_two_images_of_a_sample(folder):
         next(iter(accelerate(loader, **CPU)))
 
 
+class WithNone(ImageFolder):
+    """One whose second sample is None, for a collate function that leaves it out."""
+
+    def __getitem__(self, index):
+        return None if index == 1 else super().__getitem__(index)
+
+
+def present(samples):
+    return default_collate([sample for sample in samples if sample is not None])
+
+
+def test_samples_of_none_are_refused_with_what_works(folder):
+    pipeline = v2.Compose([v2.RandomResizedCrop(16), v2.PILToTensor()])
+    dataset = WithNone(folder, pipeline)
+    loader = accelerate(DataLoader(dataset, batch_size=4, collate_fn=present), **CPU)
+    match = r"sample 1 of the batch, NoneType, has none.*Subset\(dataset, indices\)"
+    with pytest.raises(TypeError, match=match):
+        next(iter(loader))
+    subset = Subset(dataset, [0, 2, 3])
+    loader = accelerate(
+        DataLoader(subset, batch_size=4, collate_fn=present), on_error="skip", **CPU
+    )
+    images, _ = next(iter(loader))
+    assert len(images) == 3
+
+
 class Kept(ImageFolder):
     """Its targets stay in memory."""
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torchvision
 from PIL import Image, ImageColor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -132,6 +132,29 @@ def test_the_ceiling_is_of_a_full_batch():
     loader = DataLoader(Slow(0.001), batch_sampler=batches)
     report = doctor(loader, lambda batch: None, device="cpu", seconds=0.2, tune=False)
     assert "batches of 4" in report.where
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_loop_above_its_ceiling_is_to_be_measured_again(slow):
+    latest = []
+
+    def step(batch):
+        labels = batch[1].tolist()
+        time.sleep(0.05 if slow and labels == latest else 0.01)
+        latest[:] = labels
+
+    report = doctor(loader_of(Slow(0.0), 0), step, device="cpu", seconds=0.1, tune=False)
+    told = [note for note in report.notes if "doctor(loader, step, seconds=0.3)" in note]
+    assert len(told) == slow
+
+
+@pytest.mark.parametrize("collate", [None, lambda samples: default_collate(samples)[0]])
+def test_patches_count_as_the_images_they_are_of(photo_folder, collate):
+    patches = [v2.Resize((56, 56)), v2.ToDtype(torch.float32, scale=True), gpuprefetch.Patches()]
+    loader = DataLoader(EncodedImageFolder(photo_folder), batch_size=4, collate_fn=collate)
+    loader = DataPrefetcher(loader, transforms=patches, device="cpu")
+    report = doctor(loader, len, seconds=0.01, tune=False)
+    assert "batches of 4," in report.where
 
 
 @pytest.mark.parametrize(

@@ -339,6 +339,19 @@ def test_it_is_what_the_plain_loader_gives(root, name):
         assert (images.double() - want.double()).abs().max() <= level
 
 
+def test_floats_that_are_not_scaled_move(root):
+    pipeline = v2.Compose([v2.Resize((40, 50)), v2.ToImage(), v2.ToDtype(torch.float32)])
+
+    def transform(image, mask):
+        return pipeline(image), torch.as_tensor(np.array(mask))
+
+    loader = DataLoader(Subset(Scenes(root, transform), [0, 3]), 1)
+    for (images, _), (want, _) in zip(moved(loader), loader, strict=True):
+        assert images.dtype == want.dtype == torch.float32
+        assert want.max() > 100
+        assert (images - want).abs().max() <= 1.01
+
+
 class Named:
     def __init__(self, name):
         self.name = name

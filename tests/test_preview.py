@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 from torchvision import tv_tensors
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -30,7 +30,7 @@ from gpuprefetch import (
     accelerate,
 )
 from gpuprefetch.__main__ import main
-from gpuprefetch.images.sheet import GAP
+from gpuprefetch.images.sheet import GAP, GROUP_GAP
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 SIDE = 48
@@ -260,6 +260,49 @@ def test_boxes_masks_and_points_are_drawn_where_they_moved(photo_folder, device,
     assert np.abs(sheets["with"][16, x] - others).max() > 10  # the point
 
 
+class Segmented(Dataset):
+    """Pictures and masks of their lower half, as the transform of both makes them."""
+
+    def __init__(self, folder, transforms, value):
+        self.folder, self.transforms, self.value = ImageFolder(folder), transforms, value
+
+    def __len__(self):
+        return len(self.folder)
+
+    def __getitem__(self, index):
+        image = Image.open(self.folder.samples[index][0]).convert("RGB")
+        mask = torch.zeros(image.height, image.width, dtype=torch.uint8)
+        mask[image.height // 2 :] = self.value
+        return self.transforms(image, tv_tensors.Mask(mask))
+
+
+def test_masks_that_are_stacked_to_a_plain_tensor_are_drawn(photo_folder, device):
+    pipeline = v2.Compose([v2.Resize((64, 64)), v2.ToImage(), v2.ToDtype(torch.float32)])
+    tiles = []
+    for value in (0, 3):
+        plain = DataLoader(Segmented(photo_folder, pipeline, value), batch_size=4)
+        loader = accelerate(plain, print_plan=False, device=device)
+        assert type(next(iter(loader))[1]) is torch.Tensor
+        tiles.append(tile(loader.preview(samples=[2], side=64), 1, 64).astype(int))
+    changed = np.abs(tiles[1] - tiles[0]).max(axis=2) > 0
+    assert not changed[:31].any()
+    assert changed[33:].mean() > 0.95
+
+
+def test_keys_that_a_dataset_does_not_take_are_named(device):
+    class Pairs(TensorDataset):
+        def __getitem__(self, key):
+            index, _ = key
+            return self.tensors[0][index]
+
+    loader = DataPrefetcher(DataLoader(Pairs(torch.zeros(4, 3, 8, 8))), device=device)
+    with pytest.raises(TypeError) as caught:
+        loader.preview(2)
+    (note,) = caught.value.__notes__
+    assert "Pairs of length 4 for the samples [0, 3]. Name others" in note
+    loader.preview(samples=[(0, "a")])
+
+
 def test_views_are_side_by_side(photo_folder, device):
     crops = Views([RandomResizedCrop(SIDE), NORMALIZE], [RandomResizedCrop(24)])
     loader = folder_loader(photo_folder, crops, device)
@@ -282,6 +325,36 @@ def test_a_collate_function_that_mixes_is_run(photo_folder, device):
     both = [tile(loader.preview(samples=pair, side=SIDE), 1) for pair in ([1, 6], [6, 1])]
     assert np.array_equal(*both)
     assert not np.array_equal(both[0], tile(loader.preview(samples=[1], side=SIDE), 1))
+
+
+def backwards(samples):
+    """The samples in another order, without their first one."""
+    return default_collate(samples[:0:-1])
+
+
+def as_list(samples):
+    return [image for image, _ in samples[:0:-1]]
+
+
+@pytest.mark.parametrize("collate", [backwards, as_list])
+@pytest.mark.parametrize("kind", ["moved", "tensors"])
+def test_a_photo_is_beside_its_own_draw_after_any_collate_function(
+    photo_folder, device, kind, collate
+):
+    pipeline = v2.Compose([v2.Resize((SIDE, SIDE)), *TORCHVISION])
+    folder = ImageFolder(photo_folder, pipeline)
+    if kind == "moved":
+        plain = DataLoader(folder, batch_size=4, collate_fn=collate)
+        loader = accelerate(plain, print_plan=False, device=device)
+    else:
+        plain = DataLoader(folder, batch_size=4, collate_fn=collate)
+        loader = DataPrefetcher(plain, device=device)
+    sheet = loader.preview(samples=[0, 3, 10], side=SIDE)
+    assert sheet.info["titles"][0][1] == "left out"
+    for number, sample in enumerate((3, 10), 1):
+        left = GAP + number * (2 * SIDE + GAP + GROUP_GAP) + SIDE + GAP
+        want = levels(folder[sample][0]).astype(int)
+        assert np.abs(np.asarray(sheet)[GAP : GAP + SIDE, left : left + SIDE] - want).mean() < 1
 
 
 def test_tensors_of_a_dataset_are_shown_as_they_are_normalized_there(device):
@@ -397,6 +470,7 @@ def test_a_stream_is_refused_with_a_line_that_works():
         ({"side": "big"}, "side is a number of pixels"),
         ({"samples": []}, r"preview\(samples=\[0, 7\]\)"),
         ({"samples": "ab"}, "samples are keys"),
+        ({"samples": 3}, r"got 3: preview\(samples=\[0, 7\]\)"),
         ({"count": 5000}, "shows 1024 samples at most"),
     ],
 )

@@ -181,10 +181,14 @@ class Stats(Printed):
         return columns(rows, right=[1]) if self.batches else "no batches yet"
 
     def postfix(self) -> dict[str, str]:
-        """Three figures for a progress bar: images/s, time spent waiting, images decoded on CPU."""
+        """Three figures for a progress bar: images/s, time spent waiting, images decoded on CPU.
+
+        The last one is "-" where the prefetcher decodes nothing, as of a dataset that does so.
+        """
         values = self.as_dict()
+        decodes = self.gpu_images or self.cpu_images
         return {
             "images/s": rate_text(values["images_per_second"]),
             "wait": f"{values['wait_share']:.1%}",
-            "cpu": f"{self.cpu_images / self._decoded:.0%}",
+            "cpu": f"{self.cpu_images / self._decoded:.0%}" if decodes else "-",
         }

@@ -65,6 +65,14 @@ def image_of(sample: object) -> Any:
 def set_apart(samples: Sequence[Any]) -> Apart:
     """Take the images out of a batch of samples."""
     images = [image_of(sample) for sample in samples]
+    for number, (sample, image) in enumerate(zip(samples, images, strict=True)):
+        if image is None:
+            raise TypeError(
+                "A collate_fn that runs after the transforms takes one image a sample, and sample "
+                f"{number} of the batch, {type(sample).__name__}, has none. Choose the samples "
+                "before: DataLoader(Subset(dataset, indices), ...). Files that cannot be decoded "
+                'are left out by accelerate(loader, on_error="skip").'
+            )
     count = sum(isinstance(image, EncodedImage) for image in select(samples[0], is_image))
     if count > 1:
         raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from gpuprefetch.core.loaders import TorchLoader, is_stream, length_of_dataset
 from gpuprefetch.core.nested import Batch, Loader, Sample, objects, select
 from gpuprefetch.core.ranks import Ranks
 from gpuprefetch.core.samplers import Key
-from gpuprefetch.images.apart import collate_apart, image_of
+from gpuprefetch.images.apart import Apart, collate_apart, image_of
 from gpuprefetch.images.bad import BadImageError
 from gpuprefetch.images.collate import encoded_leaves
 from gpuprefetch.images.encoded import EncodedImage
@@ -25,6 +26,7 @@ from gpuprefetch.images.header import decode_cpu
 from gpuprefetch.images.levels import normalizations, normalizations_of_dataset, picture_of
 from gpuprefetch.images.once import Named, apart_from_epochs, carry_out, collated, read_samples
 from gpuprefetch.images.packer import Packer
+from gpuprefetch.images.places import is_place
 from gpuprefetch.images.prepared import PreparedImages
 from gpuprefetch.images.rows import is_column
 from gpuprefetch.images.samples import Origin, Repeats
@@ -42,6 +44,7 @@ from gpuprefetch.transforms.sampling import RandomCropOp, ResizedCropOp, Samplin
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+MOST_CLASSES = 256  # in a mask; a depth map has more values
 MOST = 1024  # samples of one sheet: their results are in memory together
 
 
@@ -60,7 +63,8 @@ class Wanted:
             value = getattr(self, name)
             if not hasattr(value, "__index__") or operator.index(value) < 1:
                 raise ValueError(f"{name} is a number of {unit}, 1 or more, got {value!r}.")
-        if self.samples is not None and (isinstance(self.samples, str) or not len(self.samples)):
+        known = hasattr(self.samples, "__len__") and not isinstance(self.samples, str)
+        if self.samples is not None and not (known and len(self.samples)):
             raise ValueError(
                 "samples are keys of the dataset, as its sampler gives them, got "
                 f"{self.samples!r}: preview(samples=[0, 7])."
@@ -90,7 +94,7 @@ def preview(loader: Loader, pipeline: Pipeline, moment: Moment, wanted: Wanted) 
     views = [replace(view, head=view.head.listed()) for view in pipeline.views]
     pipeline = replace(pipeline, views=views)
     with torch.random.fork_rng(gpus), trial_draws():
-        samples = _read_named(loader.dataset, keys)
+        samples = _read_named(loader.dataset, keys, spread=wanted.samples is None)
         names, repeats = Repeats(loader.dataset).add(keys)
         apply_exif = pipeline.packer.apply_exif
         pairs = zip(samples, keys, strict=True)
@@ -119,13 +123,18 @@ def preview(loader: Loader, pipeline: Pipeline, moment: Moment, wanted: Wanted) 
     return contact_sheet(groups, wanted.side)
 
 
-def _read_named(dataset: Any, keys: Sequence[Key]) -> list[Sample]:
-    """Read samples; a dataset without one of them, whose error may not tell, is named beside it."""
+def _read_named(dataset: Any, keys: Sequence[Key], *, spread: bool) -> list[Sample]:
+    """Read samples; a dataset without one of them, whose error may not tell, is named beside it.
+
+    ``spread`` says that the keys were chosen here, as those of a list.
+    """
     try:
         return read_samples(dataset, keys)
-    except LookupError as error:
+    except Exception as error:
         size = f" of length {len(dataset)}" if hasattr(dataset, "__len__") else ""
-        error.add_note(f"preview asked {type(dataset).__name__}{size} for the samples {keys}.")
+        advice = " Name others, as its sampler does: preview(samples=[key])." if spread else ""
+        asked = f"preview asked {type(dataset).__name__}{size} for the samples {keys}."
+        error.add_note(asked + advice)
         raise
 
 
@@ -236,7 +245,9 @@ class _Draws:
             picture, remark = picture_of(images[row], self.undo[view])
             words = self._words(view, sample) if number < len(self.views) else []
             title = ", ".join([*words, remark] if remark else words)
-            tiles.append(Tile(picture, title or f"{picture.width} x {picture.height}", beside))
+            masks = _stacked_masks(self.result, row, self.count, images[row].shape[-2:])
+            title = title or f"{picture.width} x {picture.height}"
+            tiles.append(Tile(picture, title, [*masks, *beside]))
         return tiles
 
     def _words(self, view: int, sample: int) -> list[str]:
@@ -272,7 +283,12 @@ def _draws(
     ranks: Ranks,
 ) -> list[list[Tile]]:
     """The tiles of each sample, as one epoch samples for it."""
-    after = partial(collate_apart, loader.collate_fn, pipeline.device)
+    apart: list[Apart] = []
+
+    def after(batch: Apart, seed: int) -> Batch:
+        apart.append(batch)
+        return collate_apart(loader.collate_fn, pipeline.device, batch, seed)
+
     stage = apart_from_epochs(pipeline, packer, "skip", ranks=replace(ranks, count=1), after=after)
     batch = collated(loader, packer, read.samples, read.named)
     encoded = encoded_leaves(batch)
@@ -290,14 +306,63 @@ def _draws(
         first = min(encoded[0].errors)
         reason = encoded[0].errors[first]
         raise BadImageError(f"no sample can be shown, as {encoded[0].who.name(first)}: {reason}")
-    rows = {sample: row for row, sample in enumerate(good)}
-    made = _Draws(result, encoded, views, rows, len(good), undo, read.sizes)
+    found, count = {place: place for place in range(len(good))}, len(good)
+    if apart:
+        found, count = _rows(_images_of(apart[0]), result)
+    elif not encoded:
+        found, count = _rows([*map(image_of, read.samples)], batch)
+    rows = {good[place]: row for place, row in found.items()}
+    made = _Draws(result, encoded, views, rows, count, undo, read.sizes)
     return [made.group(sample) for sample in range(len(read.samples))]
 
 
 def _order(images: PreparedImages) -> list[int]:
     """The sample of each image; a collate function that makes images anew keeps the order."""
     return [n if sample < 0 else sample for n, sample in enumerate(images.who.samples)]
+
+
+def _images_of(apart: Apart) -> list[Any]:
+    """What a collate function that runs after the transforms has got of each sample's image."""
+    images = apart.images
+    if len(apart.samples) and select(apart.samples[0], is_place):
+        images = images[0]  # of the first view
+    return list(images) if isinstance(images, (torch.Tensor, list)) else [None] * len(apart.samples)
+
+
+def _rows(images: Sequence[Any], batch: Batch) -> tuple[dict[int, int], int]:
+    """The row of each image in a batch whose collate function may sort them, or leave some out.
+
+    Also how many rows there are. An image that the function has changed is known by its place.
+    """
+    known: dict[bytes, list[int]] = {}
+    for place, image in enumerate(images):
+        if isinstance(image, torch.Tensor):
+            known.setdefault(_digest(image), []).append(place)
+    for leaf in objects(batch, _lists_images):
+        if not (_lists_images(leaf) or (isinstance(leaf, torch.Tensor) and leaf.dim() == 4)):
+            continue
+        same = [known.get(_digest(image), []) for image in leaf]
+        found: dict[int, int] = {}
+        for row, places in enumerate(same):  # equal images stay in their places
+            left = [place for place in places if place not in found]
+            if left:
+                found[row if row in left else left[0]] = row
+        if found:
+            changed = [row for row, places in enumerate(same) if not places and row < len(images)]
+            return {row: row for row in changed} | found, len(leaf)
+    return {place: place for place in range(len(images))}, len(images)
+
+
+def _digest(image: torch.Tensor) -> bytes:
+    values = image.detach().cpu().contiguous().flatten().view(torch.uint8)
+    form = f"{image.dtype} {tuple(image.shape)}"
+    return hashlib.blake2b(form.encode() + values.numpy().tobytes()).digest()
+
+
+def _lists_images(node: Any) -> bool:
+    if type(node) not in (list, tuple) or not node:
+        return False
+    return all(_is_image(leaf) and leaf.dim() == 3 for leaf in node)
 
 
 def _words_of_sampling(sampling: Sampling, size: Size, head: Head) -> list[str]:
@@ -325,9 +390,7 @@ def _pictures(result: Batch, count: int) -> list[Sequence[torch.Tensor]]:
     """What in a batch holds ``count`` images: tensors ``(N, C, H, W)``, and lists of images."""
 
     def is_list(node: Any) -> bool:
-        if type(node) not in (list, tuple) or len(node) != count:
-            return False
-        return all(_is_image(leaf) and leaf.dim() == 3 for leaf in node)
+        return _lists_images(node) and len(node) == count
 
     found: list[Sequence[torch.Tensor]] = []
     for leaf in objects(result, is_list):
@@ -358,6 +421,20 @@ def _beside(result: Batch, row: int, count: int) -> list[Follower]:
             found += [_on_host(each, each) for each in select(leaf[row], is_follower)]
         elif is_follower(leaf) and leaf.dim() and len(leaf) == count:
             found.append(_on_host(leaf[row], leaf))
+    return found
+
+
+def _stacked_masks(result: Batch, row: int, count: int, size: Sequence[int]) -> list[Follower]:
+    """Masks of one row that torch's default collate has stacked, and so made plain tensors."""
+    from torchvision import tv_tensors
+
+    found: list[Follower] = []
+    for leaf in objects(result):
+        kinds = (torch.bool, torch.uint8, torch.int32, torch.int64)
+        if type(leaf) is torch.Tensor and leaf.dtype in kinds and leaf.shape == (count, *size):
+            mask = leaf[row].cpu()
+            if len(mask.unique()) <= MOST_CLASSES:
+                found.append(tv_tensors.Mask(mask))
     return found
 
 

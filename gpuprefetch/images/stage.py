@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from gpuprefetch.core.nested import Batch, Leaf, map_leaves, objects, to_device
+from gpuprefetch.core.nested import Batch, Leaf, map_leaves, to_device
 from gpuprefetch.core.ranks import Ranks
 from gpuprefetch.core.stage import Empty
 from gpuprefetch.core.stats import Stats, Timed
 from gpuprefetch.images.apart import Apart
 from gpuprefetch.images.bad import BadImageError
 from gpuprefetch.images.collate import encoded_leaves, pack_lists
+from gpuprefetch.images.counting import count_images
 from gpuprefetch.images.decoding import Decoding
 from gpuprefetch.images.division import Share
-from gpuprefetch.images.encoded import EncodedImages
 from gpuprefetch.images.finish import finish
 from gpuprefetch.images.guard import end_reading
 from gpuprefetch.images.job import ImageJob
@@ -130,7 +130,7 @@ class Pipeline:
             decoding = sum(images.report.counts["worker_decode_seconds"] for images in packed)
             self.balancer.fetched(waited, decoding)
             self.stats.share = self.balancer.value
-        return batch, count_images(batch)
+        return batch, count_images(batch, packed)
 
     def handed_over(self, period: float, waited: float) -> None:
         if self.balancer is not None:
@@ -262,38 +262,3 @@ class Pipeline:
     def close(self) -> None:
         self._decoded.clear()  # of a call whose epoch has ended before all of its batches
         unmap_dead()
-
-
-def count_images(batch: Batch) -> int:
-    """How many samples a batch has; 0 where nothing tells it.
-
-    The first of these in it: packed images, a list of encoded images or of tensors (C, H, W), a
-    tensor. A list of samples, which nothing has collated, has as many as it is long::
-
-        ((image, image, image), (target, target, target))    3, as torchvision's references collate
-        [(image, 0), (image, 1)]                             2
-        [images, targets]                                    the length of images
-    """
-    uncollated = isinstance(batch, list) and all(isinstance(s, (tuple, Mapping)) for s in batch)
-    views = uncollated and all(map(_lists_images, batch))
-
-    def is_whole(part: object) -> bool:
-        return is_encoded(part) or (part is not batch and not views and _lists_images(part))
-
-    for leaf in objects(batch, is_whole):
-        if isinstance(leaf, (PreparedImages, EncodedImages, list, tuple)):
-            return len(leaf)
-        if uncollated:
-            return len(batch)
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return leaf.size(0)  # a nested tensor has no len()
-    return 0
-
-
-def _lists_images(part: object) -> bool:
-    """Whether something is a list of images, (C, H, W)."""
-    return (
-        isinstance(part, (list, tuple))
-        and len(part) > 0
-        and all(isinstance(image, torch.Tensor) and image.dim() == 3 for image in part)
-    )

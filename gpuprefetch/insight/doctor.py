@@ -23,8 +23,8 @@ from gpuprefetch.core.nested import Batch, Loader, tensors, to_device
 from gpuprefetch.core.report import Bar as Progress
 from gpuprefetch.core.report import Printed, columns, progress, rate_text
 from gpuprefetch.core.streams import Steps
+from gpuprefetch.images.counting import count_images
 from gpuprefetch.images.share import usable_cores
-from gpuprefetch.images.stage import count_images
 from gpuprefetch.insight.bars import Bar, Part, draw_bars
 from gpuprefetch.insight.costs import costs
 from gpuprefetch.insight.probe import Workers, endless, probe
@@ -361,6 +361,11 @@ class _Clinic:
             gain = moved.images_per_second / found.images_per_second
             tried.append(Change("accelerate(loader)", moved.images_per_second, gain))
             tried.sort(key=lambda change: -change.gain)
+        if loop.rate > SMALL * ceiling.rate:
+            self.notes.append(
+                "the step was slower alone than with the loader, so that other work came between: "
+                f"measure again, doctor(loader, step, seconds={3 * self.seconds:g})"
+            )
         self._note(loader, found, count)
         workers = loader.num_workers
         cores = usable_cores()

@@ -36,7 +36,10 @@ def endless(batches: Iterable[T]) -> Generator[T]:
         for batch in batches:
             empty = False
             yield batch
-    raise ValueError("the loader has no batch to measure: its dataset or sampler is empty.")
+    raise ValueError(
+        "the loader has no batch to measure: its dataset or sampler is empty, or drop_last=True "
+        "drops its only batch, which is not full."
+    )
 
 
 class _Again:

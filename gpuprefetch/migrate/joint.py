@@ -35,6 +35,7 @@ from gpuprefetch.transforms.sampling import GivenOp, Size
 TRIALS = 16
 # Most that the pictures of a trial differ on average, in levels of 255: PIL rounds after each op.
 CLOSE = 2.0
+WIDE = 16.0  # no picture in [0, 1], normalized or not, spans so much
 EACH = "image by image, as it was sampled"
 _AS_IT_IS = (
     "The loader may also stay as it is: DataPrefetcher(loader) moves the batches that its workers "
@@ -207,9 +208,11 @@ def _compare(plain: tuple[Any, ...], trial: Outcome, image: EncodedImage, launch
         made = made * 255
     (made_one,) = carry_on([made[0]], [calls], key)
     spread = 1.0 if launch.dtype == torch.uint8 else 255 * min(head.std or [1.0])
+    values = picture.as_subclass(torch.Tensor).double()
     if made_one.dtype.is_floating_point and launch.dtype is None:
-        spread = 255.0 * 0.2
-    difference = (made_one.double() - picture.as_subclass(torch.Tensor).double()).abs().mean()
+        # Levels that are floats, as of ToDtype(torch.float32); else of [0, 1] and normalized.
+        spread = 1.0 if values.max() - values.min() > WIDE else 255.0 * 0.2
+    difference = (made_one.double() - values).abs().mean()
     if not float(difference) * spread <= CLOSE:
         _refuse(
             f"what was noted of it gives other pixels than it gives itself, by {difference:.3g} "
