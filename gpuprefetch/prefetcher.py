@@ -6,6 +6,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -96,7 +97,8 @@ def _begin_next(prefetcher: weakref.ref[DataPrefetcher], begun: Begun, number: i
     """Let workers begin the next epoch. The thread that calls this must not keep a prefetcher."""
     alive = prefetcher()
     if alive is not None:
-        alive._begin_next(begun, number)
+        with suppress(Exception):  # the next epoch itself tells; this one has batches to come
+            alive._begin_next(begun, number)
 
 
 # Attributes that people look for, and what to write.
@@ -401,7 +403,9 @@ class DataPrefetcher:
             place = resumed.again(number, seed)
         notes = self._notes_of(begun, place, seed)
         load_worker_modules(begun.packer)
-        stage = self._stage_of(begun.packer, notes)
+        # The workers may begin the next epoch, with its seed, before this one's last batches are
+        # prepared.
+        stage = self._stage_of(replace(begun.packer, origin=Origin(seed, number)), notes)
         with garbage_stays_here():
             source = Source(
                 loader,

@@ -28,6 +28,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     Subset,
+    get_worker_info,
 )
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchvision.datasets import ImageFolder
@@ -366,6 +367,72 @@ def test_an_error_of_the_last_batches_comes_in_its_place(photos, tmp_path):
     assert len(seen) == LATE + 1
     path.write_bytes(data)
     assert len([*prefetcher]) == LATE + 2
+
+
+def noisy(images):
+    return images + torch.rand(1, device=images.device)
+
+
+@pytest.mark.usefixtures("pinning")
+@pytest.mark.parametrize("persistent", [True, False])
+def test_the_last_batches_keep_the_seed_of_their_epoch(photos, persistent):
+    seen = []
+    for dataset in (EncodedImageFolder(photos), Own(photos)):
+        torch.manual_seed(5)
+        loader = loader_of(dataset, persistent, prefetch_factor=3, pin_memory=True)
+        prefetcher = DataPrefetcher(loader, transforms=[RandomResizedCrop(16), noisy])
+        batches = []
+        for number, (images, targets) in enumerate(prefetcher):
+            batches.append((images.clone(), targets))
+            if number == 0:
+                torch.manual_seed(9)  # for the next epoch, which the workers begin
+                time.sleep(0.3)  # once they have read all batches of this one
+        seen.append((batches, []))
+    assert_same(*seen)
+
+
+@pytest.mark.usefixtures("pinning")
+def test_the_last_batches_come_where_the_next_epoch_has_no_samples(photos):
+    options = {"prefetch_factor": 3, "pin_memory": True}
+    prefetcher = prefetcher_of(EncodedImageFolder(photos), True, **options)
+    samples = [*prefetcher.dataset.samples]
+    for number, _ in enumerate(prefetcher):
+        if number == 0:
+            prefetcher.dataset.samples.clear()
+            time.sleep(0.3)  # the workers read what is left meanwhile
+    assert number == LATE + 1
+    prefetcher.dataset.samples.extend(samples)
+    assert len([*prefetcher]) == LATE + 2
+
+
+class Pressing(Exception):
+    """Raised in a worker; Ctrl-C is pressed when the loop's process makes it again."""
+
+    def __init__(self, *words):
+        super().__init__(*words)
+        if get_worker_info() is None:
+            raise KeyboardInterrupt
+
+
+class Pressed(EncodedImageFolder):
+    """The last sample cannot be read."""
+
+    def __getitem__(self, index):
+        if index == COUNT - 1:
+            raise Pressing
+        return super().__getitem__(index)
+
+
+@pytest.mark.usefixtures("pinning")
+def test_ctrl_c_while_the_last_batches_are_taken_ends_the_loop_at_once(photos):
+    options = {"shuffle": False, "prefetch_factor": 3, "pin_memory": True}
+    prefetcher = prefetcher_of(Pressed(photos), True, "cpu", **options)
+    seen = []
+    with pytest.raises(KeyboardInterrupt):
+        for number, _ in enumerate(prefetcher):
+            seen.append(number)
+            time.sleep(0.3)  # the workers read all batches meanwhile
+    assert seen == [0]
 
 
 @pytest.mark.usefixtures("pinning")

@@ -189,7 +189,7 @@ _END = object()  # in place of a batch
 class _Raised:
     """In place of a batch: what the loader raised."""
 
-    error: BaseException
+    error: Exception
 
 
 class _Rest(Iterator[Key]):
@@ -365,7 +365,7 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
                 self._last.append(batch)
             else:
                 return
-        except BaseException as error:
+        except Exception as error:  # Ctrl-C is not one, and ends the epoch at once
             self._last.append(_Raised(error))
             self._is_empty = True
             return
