@@ -28,7 +28,6 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     Subset,
-    get_worker_info,
 )
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchvision.datasets import ImageFolder
@@ -327,13 +326,13 @@ def test_a_loop_sees_the_same_of_what_it_does_in_its_last_batches(photos, persis
 
 
 def reads_before_the_end(root, persistent):
-    """Whether the next epoch is read while the loop has two batches before it."""
+    """Whether the next epoch is read while the loop has four batches before it."""
     options = {"prefetch_factor": 3, "pin_memory": True}
     prefetcher = prefetcher_of(EncodedImageFolder(root), persistent, **options)
     for number, _ in enumerate(prefetcher):
-        if number in (0, LATE - 1):
+        if number < 2:
             time.sleep(0.3)  # the workers read all batches of an epoch meanwhile
-        if number == LATE - 1:
+        if number == 1:  # two more are ready or in preparation
             shutil.rmtree(root)
     assert number == LATE + 1
     try:
@@ -342,7 +341,7 @@ def reads_before_the_end(root, persistent):
         return False
 
 
-@pytest.mark.usefixtures("pinning")
+@pytest.mark.usefixtures("pinning", "threaded")
 @pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize("last", [4, 0])
 def test_the_next_epoch_is_read_before_the_last_batches(
@@ -373,7 +372,7 @@ def noisy(images):
     return images + torch.rand(1, device=images.device)
 
 
-@pytest.mark.usefixtures("pinning")
+@pytest.mark.usefixtures("pinning", "threaded")
 @pytest.mark.parametrize("persistent", [True, False])
 def test_the_last_batches_keep_the_seed_of_their_epoch(photos, persistent):
     seen = []
@@ -391,7 +390,7 @@ def test_the_last_batches_keep_the_seed_of_their_epoch(photos, persistent):
     assert_same(*seen)
 
 
-@pytest.mark.usefixtures("pinning")
+@pytest.mark.usefixtures("pinning", "threaded")
 def test_the_last_batches_come_where_the_next_epoch_has_no_samples(photos):
     options = {"prefetch_factor": 3, "pin_memory": True}
     prefetcher = prefetcher_of(EncodedImageFolder(photos), True, **options)
@@ -405,37 +404,7 @@ def test_the_last_batches_come_where_the_next_epoch_has_no_samples(photos):
     assert len([*prefetcher]) == LATE + 2
 
 
-class Pressing(Exception):
-    """Raised in a worker; Ctrl-C is pressed when the loop's process makes it again."""
-
-    def __init__(self, *words):
-        super().__init__(*words)
-        if get_worker_info() is None:
-            raise KeyboardInterrupt
-
-
-class Pressed(EncodedImageFolder):
-    """The last sample cannot be read."""
-
-    def __getitem__(self, index):
-        if index == COUNT - 1:
-            raise Pressing
-        return super().__getitem__(index)
-
-
-@pytest.mark.usefixtures("pinning")
-def test_ctrl_c_while_the_last_batches_are_taken_ends_the_loop_at_once(photos):
-    options = {"shuffle": False, "prefetch_factor": 3, "pin_memory": True}
-    prefetcher = prefetcher_of(Pressed(photos), True, "cpu", **options)
-    seen = []
-    with pytest.raises(KeyboardInterrupt):
-        for number, _ in enumerate(prefetcher):
-            seen.append(number)
-            time.sleep(0.3)  # the workers read all batches meanwhile
-    assert seen == [0]
-
-
-@pytest.mark.usefixtures("pinning")
+@pytest.mark.usefixtures("pinning", "threaded")
 def test_workers_that_wait_for_a_slow_loop_are_not_idle(photos, constants):
     constants(loading, IDLE_SECONDS=0.3)
     prefetcher = prefetcher_of(EncodedImageFolder(photos), persistent=False, pin_memory=True)

@@ -251,7 +251,9 @@ class Lookahead:
             if slot.at_end:
                 self._source.ended()
             return False
-        if not self._ready.stopping:
+        # A loop without a thread would begin the next epoch before the step that this batch is for,
+        # in which it may draw what the order of the next epoch comes from.
+        if self._thread is not None and not self._ready.stopping:
             self._source.take_last()
         return True
 
