@@ -43,8 +43,8 @@ from gpuprefetch.core.samplers import (
 from gpuprefetch.core.state import State, decoded
 from gpuprefetch.core.workers import at_hand, gone, left_to_come, shut_down
 
-# So many of an epoch's last batches are taken from the loader as soon as all of them are there, so
-# that its workers are free for the next epoch. They stay in the host's memory meanwhile.
+# So many of an epoch's last batches are taken from the loader as they come, so that its workers are
+# free for the next epoch. They stay in the host's memory meanwhile.
 LAST = 4
 
 
@@ -343,9 +343,9 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
 
     def at_hand(self) -> bool:
         """Whether the next batch need not be waited for, as far as that is known."""
-        if self._first or self._last or self._is_empty:
-            return bool(self._first or self._last)
-        return at_hand(self._iterator)
+        if self._first or self._last:
+            return True
+        return not self._is_empty and at_hand(self._iterator)
 
     def take_last(self) -> None:
         """Take the last batches from the loader as they come, and let its workers go on.

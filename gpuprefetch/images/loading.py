@@ -252,10 +252,10 @@ class LivingWorkers:
         self._epoch: weakref.ref[Lookahead] | None = None  # the latest
         # What has begun latest. Not kept, as its loader holds batches that were read for it.
         self._latest: weakref.ref[Begun] | None = None
-        self._lock = threading.Lock()  # guards the next three
+        self._lock = threading.Lock()  # guards the next two
         self._waiting: Waiting | None = None
-        self._idle_from = 0.0  # when the latest epoch was over, or the next one was begun for it
         self._is_watched = False  # whether a thread ends them if they wait in vain
+        self._idle_from = 0.0  # when the latest epoch was over, or the next one was begun for it
         self._misses = 0  # epochs in a row that were not the one that was begun
         self._draws = 0  # seeds that were drawn between the latest two epochs
         stay_here(self)

@@ -321,7 +321,7 @@ def _order(images: PreparedImages) -> list[int]:
     return [n if sample < 0 else sample for n, sample in enumerate(images.who.samples)]
 
 
-def _images_of(apart: Apart) -> list[Any]:
+def _images_of(apart: Apart) -> list[object]:
     """What a collate function that runs after the transforms has got of each sample's image."""
     images = apart.images
     if len(apart.samples) and select(apart.samples[0], is_place):
@@ -329,7 +329,7 @@ def _images_of(apart: Apart) -> list[Any]:
     return list(images) if isinstance(images, (torch.Tensor, list)) else [None] * len(apart.samples)
 
 
-def _rows(images: Sequence[Any], batch: Batch) -> tuple[dict[int, int], int]:
+def _rows(images: Sequence[object], batch: Batch) -> tuple[dict[int, int], int]:
     """The row of each image in a batch whose collate function may sort them, or leave some out.
 
     Also how many rows there are. An image that the function has changed is known by its place.
@@ -359,7 +359,7 @@ def _digest(image: torch.Tensor) -> bytes:
     return hashlib.blake2b(form.encode() + values.numpy().tobytes()).digest()
 
 
-def _lists_images(node: Any) -> bool:
+def _lists_images(node: Batch) -> bool:
     if type(node) not in (list, tuple) or not node:
         return False
     return all(_is_image(leaf) and leaf.dim() == 3 for leaf in node)
@@ -428,9 +428,9 @@ def _stacked_masks(result: Batch, row: int, count: int, size: Sequence[int]) -> 
     """Masks of one row that torch's default collate has stacked, and so made plain tensors."""
     from torchvision import tv_tensors
 
+    kinds = (torch.bool, torch.uint8, torch.int32, torch.int64)
     found: list[Follower] = []
     for leaf in objects(result):
-        kinds = (torch.bool, torch.uint8, torch.int32, torch.int64)
         if type(leaf) is torch.Tensor and leaf.dtype in kinds and leaf.shape == (count, *size):
             mask = leaf[row].cpu()
             if len(mask.unique()) <= MOST_CLASSES:

@@ -3,7 +3,6 @@
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -117,8 +116,8 @@ def samples_alike(op: object) -> bool:
 
 def in_turn(transform: LibraryOp) -> list[LibraryOp]:
     """The ops that a container of kornia's calls one after the other; else the transform itself."""
-    kornia: Any = sys.modules.get("kornia.augmentation")
-    kinds = () if kornia is None else (kornia.ImageSequential, kornia.AugmentationSequential)
+    kornia = sys.modules.get("kornia.augmentation")
+    kinds = [getattr(kornia, name, None) for name in ("ImageSequential", "AugmentationSequential")]
     if type(transform) not in kinds or transform.random_apply or samples_alike(transform):
         return [transform]
     return [op for part in parts_of(transform) for op in in_turn(part)]
