@@ -6,7 +6,6 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -97,8 +96,7 @@ def _begin_next(prefetcher: weakref.ref[DataPrefetcher], begun: Begun, number: i
     """Let workers begin the next epoch. The thread that calls this must not keep a prefetcher."""
     alive = prefetcher()
     if alive is not None:
-        with suppress(Exception):  # the next epoch itself tells; this one has batches to come
-            alive._begin_next(begun, number)
+        alive._begin_next(begun, number)
 
 
 # Attributes that people look for, and what to write.
@@ -403,9 +401,7 @@ class DataPrefetcher:
             place = resumed.again(number, seed)
         notes = self._notes_of(begun, place, seed)
         load_worker_modules(begun.packer)
-        # The workers may begin the next epoch, with its seed, before this one's last batches are
-        # prepared.
-        stage = self._stage_of(replace(begun.packer, origin=Origin(seed, number)), notes)
+        stage = self._stage_of(begun.packer, notes)
         with garbage_stays_here():
             source = Source(
                 loader,

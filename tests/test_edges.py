@@ -34,7 +34,6 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, accelerate
-from gpuprefetch.core import resume
 from gpuprefetch.core.forecast import Forecast, draws_since
 from gpuprefetch.images import loading
 from gpuprefetch.images.steady import Steady
@@ -325,33 +324,6 @@ def test_a_loop_sees_the_same_of_what_it_does_in_its_last_batches(photos, persis
     assert_same(ahead, seen_during(Own(photos), persistent, during))
 
 
-def reads_before_the_end(root, persistent):
-    """Whether the next epoch is read while the loop has four batches before it."""
-    options = {"prefetch_factor": 3, "pin_memory": True}
-    prefetcher = prefetcher_of(EncodedImageFolder(root), persistent, **options)
-    for number, _ in enumerate(prefetcher):
-        if number < 2:
-            time.sleep(0.3)  # the workers read all batches of an epoch meanwhile
-        if number == 1:  # two more are ready or in preparation
-            shutil.rmtree(root)
-    assert number == LATE + 1
-    try:
-        return len([*prefetcher]) == LATE + 2
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.usefixtures("pinning", "threaded")
-@pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("last", [4, 0])
-def test_the_next_epoch_is_read_before_the_last_batches(
-    photos, tmp_path, constants, persistent, last
-):
-    constants(resume, LAST=last)
-    root = shutil.copytree(photos, tmp_path / "photos")
-    assert reads_before_the_end(root, persistent) == bool(last)
-
-
 @pytest.mark.usefixtures("pinning", "threaded")
 def test_an_error_of_the_last_batches_comes_in_its_place(photos, tmp_path):
     root = shutil.copytree(photos, tmp_path / "photos")
@@ -402,20 +374,6 @@ def test_the_last_batches_come_where_the_next_epoch_has_no_samples(photos):
     assert number == LATE + 1
     prefetcher.dataset.samples.extend(samples)
     assert len([*prefetcher]) == LATE + 2
-
-
-@pytest.mark.usefixtures("pinning", "threaded")
-def test_workers_that_wait_for_a_slow_loop_are_not_idle(photos, constants):
-    constants(loading, IDLE_SECONDS=0.3)
-    prefetcher = prefetcher_of(EncodedImageFolder(photos), persistent=False, pin_memory=True)
-    found = set()
-    for _ in range(2):
-        for number, _ in enumerate(prefetcher):
-            found |= alive()
-            if number in (2, LATE):
-                time.sleep(0.4)
-    assert len(found) == 2
-    until(lambda: not alive())
 
 
 # --- What changes in place, and what only looks equal ---

@@ -280,7 +280,8 @@ def test_masks_that_are_stacked_to_a_plain_tensor_are_drawn(photo_folder, device
     pipeline = v2.Compose([v2.Resize((64, 64)), v2.ToImage(), v2.ToDtype(torch.float32)])
     tiles = []
     for value in (0, 3):
-        plain = DataLoader(Segmented(photo_folder, pipeline, value), batch_size=4)
+        dataset = Segmented(photo_folder, pipeline, value)
+        plain = DataLoader(dataset, batch_size=4, pin_memory=torch.device(device).type == "cuda")
         loader = accelerate(plain, print_plan=False, device=device)
         assert type(next(iter(loader))[1]) is torch.Tensor
         tiles.append(tile(loader.preview(samples=[2], side=64), 1, 64).astype(int))

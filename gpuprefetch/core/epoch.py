@@ -211,11 +211,6 @@ class Lookahead:
     def device(self) -> torch.device:
         return self.stage.device
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the loop has come to the end, or has left."""
-        return self._ready.stopping or self.place.reached.ended
-
     def start(self) -> None:
         """Start the thread, once whoever closes the epoch knows of it."""
         if self._thread is not None:
@@ -247,15 +242,9 @@ class Lookahead:
         else:  # the epoch is closed: the batch is dropped after the stream has ended
             slot = Prepared(fetched, None, None)
             self._ready.add(slot)
-        if isinstance(slot, Failed):
-            if slot.at_end:
-                self._source.ended()
-            return False
-        # A loop without a thread would begin the next epoch before the step that this batch is for,
-        # in which it may draw what the order of the next epoch comes from.
-        if self._thread is not None and not self._ready.stopping:
-            self._source.take_last()
-        return True
+        if isinstance(slot, Failed) and slot.at_end:
+            self._source.ended()
+        return isinstance(slot, Prepared)
 
     def _prepare_with_others(self, first: Fetched) -> Slot:
         """Prepare a batch, and those with it that the loader has already; the last slot."""

@@ -8,7 +8,6 @@ the place of the latest one.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -41,11 +40,7 @@ from gpuprefetch.core.samplers import (
     set_epoch,
 )
 from gpuprefetch.core.state import State, decoded
-from gpuprefetch.core.workers import at_hand, gone, left_to_come, shut_down
-
-# So many of an epoch's last batches are taken from the loader as they come, so that its workers are
-# free for the next epoch. They stay in the host's memory meanwhile.
-LAST = 4
+from gpuprefetch.core.workers import at_hand, gone, shut_down
 
 
 class Use(Enum):
@@ -185,13 +180,6 @@ class _SeedApart(torch.Generator):
 _END = object()  # in place of a batch
 
 
-@dataclass(frozen=True, slots=True)
-class _Raised:
-    """In place of a batch: what the loader raised."""
-
-    error: Exception
-
-
 class _Rest(Iterator[Key]):
     """What is left of a sampler's order, whose beginning can be drawn before it is asked for."""
 
@@ -220,7 +208,7 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
         skip: called with each batch that is read and left out.
         begun: the loader's iterator, if it has been made already.
         live_on: whether persistent workers serve another epoch, asked at the end of this one.
-        at_end: called once the loader has given its last batch: its workers are free.
+        at_end: called once the last batch has been given and the end has been told.
     """
 
     def __init__(
@@ -241,8 +229,6 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
         self._at_end = at_end
         self._iterator: Iterator[Batch] = iter(())
         self._first: list[tuple[Batch, LoaderState]] = []  # the first batch, where it has been read
-        self._last: deque[Batch | _Raised] = deque()  # taken from the loader, and not given so far
-        self._is_empty = False  # whether the loader has given all, or has failed
         self._own_workers = False  # whether the workers end with the epoch, also persistent ones
         if beginning is Beginning.ANEW:
             self._iterator = iter(loader) if begun is None else begun
@@ -321,14 +307,6 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
         return batch, own_state(self._loader)
 
     def _next_batch(self) -> Batch:
-        if not self._last:
-            return _END if self._is_empty else self._from_loader()
-        batch = self._last.popleft()
-        if isinstance(batch, _Raised):
-            raise batch.error
-        return batch
-
-    def _from_loader(self) -> Batch:
         try:
             return next(self._iterator)
         except StopIteration as error:
@@ -343,39 +321,11 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
 
     def at_hand(self) -> bool:
         """Whether the next batch need not be waited for, as far as that is known."""
-        if self._first or self._last:
-            return True
-        return not self._is_empty and at_hand(self._iterator)
-
-    def take_last(self) -> None:
-        """Take the last batches from the loader as they come, and let its workers go on.
-
-        Nothing is waited for, and nothing happens before the last few: see :data:`LAST`.
-        """
-        if self._is_empty or self._own_workers or is_stateful(self._loader):
-            return
-        left = None if is_stream(self._loader) else left_to_come(self._iterator)
-        if left is None or left > LAST:
-            return
-        try:
-            while at_hand(self._iterator) or left_to_come(self._iterator) == 0:
-                batch = self._from_loader()
-                if batch is _END:
-                    break
-                self._last.append(batch)
-            else:
-                return
-        except Exception as error:  # Ctrl-C is not one, and ends the epoch at once
-            self._last.append(_Raised(error))
-            self._is_empty = True
-            return
-        self.ended()
+        return bool(self._first) or at_hand(self._iterator)
 
     def ended(self) -> None:
-        """The loader has given its last batch."""
-        if not self._is_empty:
-            self._is_empty = True
-            self._at_end()
+        """Whoever iterates has been told of the end."""
+        self._at_end()
 
     def close(self) -> None:
         """Shut down the workers, unless they are persistent and serve more epochs."""
@@ -384,7 +334,6 @@ class Source(Iterator[tuple[Batch, LoaderState]]):
         self._iterator = iter(())
         self._loader = None
         self._first = []
-        self._last.clear()
         persistent = getattr(iterator, "_persistent_workers", True)
         if self._own_workers or not (persistent and self._live_on()):
             shut_down(iterator, loader)

@@ -85,22 +85,6 @@ def at_hand(iterator: object) -> bool:
         return any(isinstance(item, tuple) and item[0] == expected for item in arrived.queue)
 
 
-def left_to_come(iterator: object) -> int | None:
-    """How many batches a loader's iterator has still to give, once its workers know of all.
-
-    None before that, and where the workers end with the last batch, and are waited for then.
-    """
-    if not getattr(iterator, "_persistent_workers", False):
-        return None
-    sent = getattr(iterator, "_send_idx", None)
-    received = getattr(iterator, "_rcvd_idx", None)
-    if sent is None or received is None:
-        return None
-    most = getattr(iterator, "_prefetch_factor", 0) * getattr(iterator, "_num_workers", 0)
-    left: int = sent - received
-    return left if left < most else None  # each batch that is taken asks the sampler for another
-
-
 def shut_down(iterator: object, loader: object) -> None:
     """End the workers of a loader's iterator, if it has any.
 

@@ -35,8 +35,7 @@ from gpuprefetch.images.steady import Steady
 # At an epoch's edge the loop waits for the first batch of the next one: 60 to 90 ms with persistent
 # workers on 16 cores, as all of them read a whole batch at the same time, and 0.8 s with others,
 # which end and start anew. So once the workers have read the last batch, they begin the next epoch,
-# while the loop still trains on the latest batches of this one: those that are ready, and the last
-# few (LAST) that the loader has given already. Nobody may notice but by the time:
+# while the loop still trains on the latest batches of this one. Nobody may notice but by the time:
 #   - The order is drawn from copies of torch's generator and of the sampler (Forecast). When the
 #     epoch begins, it counts only if the same would be drawn then. Seeds that a loop draws between
 #     two epochs, as for a validation, are counted once and expected after that.
@@ -252,10 +251,10 @@ class LivingWorkers:
         self._epoch: weakref.ref[Lookahead] | None = None  # the latest
         # What has begun latest. Not kept, as its loader holds batches that were read for it.
         self._latest: weakref.ref[Begun] | None = None
-        self._lock = threading.Lock()  # guards the next two
+        self._lock = threading.Lock()  # guards the next three
         self._waiting: Waiting | None = None
+        self._idle_from = 0.0  # when workers that live on have begun to wait for an epoch
         self._is_watched = False  # whether a thread ends them if they wait in vain
-        self._idle_from = 0.0  # when the latest epoch was over, or the next one was begun for it
         self._misses = 0  # epochs in a row that were not the one that was begun
         self._draws = 0  # seeds that were drawn between the latest two epochs
         stay_here(self)
@@ -417,7 +416,6 @@ class LivingWorkers:
         """Whether the workers of an epoch that ends serve another one."""
         if not begun.kept:
             return True  # as the user's loader says
-        self._idle_from = time.monotonic()
         waiting = self._waiting
         latest = None if self._latest is None else self._latest()
         others = [None if waiting is None else waiting.begun, latest]
@@ -436,9 +434,6 @@ class LivingWorkers:
             waiting = self._waiting
             left = 0.0
             if waiting is not None and waiting.begun.kept:
-                latest = None if self._epoch is None else self._epoch()
-                if latest is not None and not latest.is_over:  # the loop's steps are long
-                    return IDLE_SECONDS
                 left = self._idle_from + IDLE_SECONDS - time.monotonic()
                 if left > 0:
                     return left
