@@ -235,6 +235,17 @@ def test_batches_are_read_before_the_epoch_begins(photos, tmp_path, persistent):
         next(iter(prefetcher))
 
 
+def test_workers_of_a_validation_that_start_once_are_not_expected_again(photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / "photos")
+    train = prefetcher_of(EncodedImageFolder(root), True, prefetch_factor=3)
+    validation = prefetcher_of(EncodedImageFolder(photos), True, shuffle=False)
+    for _ in range(2):
+        assert len([*train]) == len([*validation]) == 6
+    time.sleep(0.3)  # the workers read 6 batches meanwhile
+    shutil.rmtree(root)
+    assert len([*train]) == 6
+
+
 def test_workers_live_on_where_nothing_can_have_changed(photos):
     prefetcher = prefetcher_of(EncodedImageFolder(photos), persistent=False)
     found = set()

@@ -44,6 +44,21 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
     return int(seed.item())
 
 
+class Starts:
+    """Counts the loaders of this process whose persistent workers have started.
+
+    Each draws a seed from torch's default generator then, and none later on. So a validation with
+    such a loader draws one more before the second epoch than before any other.
+    """
+
+    count = 0
+
+    @classmethod
+    def note(cls, loader: TorchLoader) -> None:
+        """Count a loader whose first iterator is about to be made."""
+        cls.count += loader.generator is None
+
+
 def _apart(state: torch.Tensor | None = None) -> torch.Generator:
     """A generator of its own, in the state of torch's default one, or in another state."""
     generator = torch.Generator("cpu")
@@ -77,6 +92,7 @@ class Forecast:
         epoch: the number that the sampler has then; None if it has none.
         state: of torch's default generator when the forecast was made.
         starts_workers: whether the loader draws a seed for its workers before.
+        starts: the count of :class:`Starts` when the forecast was made.
     """
 
     batches: BatchSampler
@@ -84,6 +100,7 @@ class Forecast:
     epoch: int | None
     state: torch.Tensor
     starts_workers: bool
+    starts: int
     _batched: Facts
     _sampled: Facts
 
@@ -126,6 +143,7 @@ class Forecast:
             epoch=epoch,
             state=state,
             starts_workers=starts_workers,
+            starts=Starts.count,
             _batched=facts_of(outer),
             _sampled=_facts(sampler),
         )
@@ -147,6 +165,11 @@ class Forecast:
         if self.starts_workers:
             draw_seed(generator)
         return draw_seed(generator) == self.seed
+
+    def draws_again(self) -> int:
+        """How many seeds were drawn since the forecast that may be drawn in each epoch."""
+        draws = draws_since(self.state) or 0
+        return max(draws - (Starts.count - self.starts), 0)
 
     def draw(self) -> None:
         """Draw from torch's default generator what the epoch draws as it begins."""

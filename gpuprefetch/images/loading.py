@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch.core.epoch import Lookahead
-from gpuprefetch.core.forecast import Facts, Forecast, draws_since, facts_of, is_known, same
+from gpuprefetch.core.forecast import Facts, Forecast, Starts, facts_of, is_known, same
 from gpuprefetch.core.forks import stay_here
 from gpuprefetch.core.loaders import TorchLoader, changed, is_stream
 from gpuprefetch.core.nested import Batch, Loader
@@ -38,7 +38,8 @@ from gpuprefetch.images.steady import Steady
 # while the loop still trains on the latest batches of this one. Nobody may notice but by the time:
 #   - The order is drawn from copies of torch's generator and of the sampler (Forecast). When the
 #     epoch begins, it counts only if the same would be drawn then. Seeds that a loop draws between
-#     two epochs, as for a validation, are counted once and expected after that.
+#     two epochs, as for a validation, are counted once and expected after that, but for those of
+#     persistent workers that start.
 #   - Seed and number of the epoch, the sampler, the loader and the list of samples are compared
 #     with what they were. If any has changed, the batches are dropped, and it begins as ever.
 #     If it is only the order, or the number, workers that live on begin once more with that one.
@@ -316,6 +317,7 @@ class LivingWorkers:
                 living = _shared(packer, seed, epoch)
                 self._packer = living
                 self._loader = with_packing(loader, living)
+                Starts.note(loader)
             living.origin.set(seed, epoch)
             return Begun(self._loader, replace(packer, origin=living.origin))
         dataset = None if anew else kept_for(loader, packer)
@@ -391,7 +393,7 @@ class LivingWorkers:
             if waiting is None:
                 return None
             if waiting.ahead is not None:
-                self._draws = draws_since(waiting.ahead.forecast.state) or 0
+                self._draws = waiting.ahead.forecast.draws_again()
             begun = waiting.begun
             own = not loader.persistent_workers or begun.loader is self._loader
             serves = own and waiting.serve(loader)
