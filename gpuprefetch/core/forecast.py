@@ -44,6 +44,7 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
     return int(seed.item())
 
 
+@dataclass
 class Starts:
     """Counts the loaders of this process whose persistent workers have started.
 
@@ -51,12 +52,14 @@ class Starts:
     such a loader draws one more before the second epoch than before any other.
     """
 
-    count = 0
+    count: int = 0
 
-    @classmethod
-    def note(cls, loader: TorchLoader) -> None:
+    def note(self, loader: TorchLoader) -> None:
         """Count a loader whose first iterator is about to be made."""
-        cls.count += loader.generator is None
+        self.count += loader.generator is None
+
+
+STARTS = Starts()
 
 
 def _apart(state: torch.Tensor | None = None) -> torch.Generator:
@@ -92,7 +95,7 @@ class Forecast:
         epoch: the number that the sampler has then; None if it has none.
         state: of torch's default generator when the forecast was made.
         starts_workers: whether the loader draws a seed for its workers before.
-        starts: the count of :class:`Starts` when the forecast was made.
+        starts: the count of ``STARTS`` when the forecast was made.
     """
 
     batches: BatchSampler
@@ -143,7 +146,7 @@ class Forecast:
             epoch=epoch,
             state=state,
             starts_workers=starts_workers,
-            starts=Starts.count,
+            starts=STARTS.count,
             _batched=facts_of(outer),
             _sampled=_facts(sampler),
         )
@@ -169,7 +172,7 @@ class Forecast:
     def draws_again(self) -> int:
         """How many seeds were drawn since the forecast that may be drawn in each epoch."""
         draws = draws_since(self.state) or 0
-        return max(draws - (Starts.count - self.starts), 0)
+        return max(draws - (STARTS.count - self.starts), 0)
 
     def draw(self) -> None:
         """Draw from torch's default generator what the epoch draws as it begins."""

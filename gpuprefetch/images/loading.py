@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 from torch.utils.data import DataLoader, default_collate
 
 from gpuprefetch.core.epoch import Lookahead
-from gpuprefetch.core.forecast import Facts, Forecast, Starts, facts_of, is_known, same
+from gpuprefetch.core.forecast import STARTS, Facts, Forecast, facts_of, is_known, same
 from gpuprefetch.core.forks import stay_here
 from gpuprefetch.core.loaders import TorchLoader, changed, is_stream
 from gpuprefetch.core.nested import Batch, Loader
@@ -317,7 +317,7 @@ class LivingWorkers:
                 living = _shared(packer, seed, epoch)
                 self._packer = living
                 self._loader = with_packing(loader, living)
-                Starts.note(loader)
+                STARTS.note(loader)
             living.origin.set(seed, epoch)
             return Begun(self._loader, replace(packer, origin=living.origin))
         dataset = None if anew else kept_for(loader, packer)
