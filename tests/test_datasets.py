@@ -359,8 +359,9 @@ def given_others_pixels(picture):
     return picture
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("orientation", [None, 1, 6])
-def test_a_file_that_is_upright_already_is_left_encoded(tmp_path, orientation):
+def test_a_file_that_is_upright_already_is_left_encoded(tmp_path, orientation, in_place):
     exif = Image.Exif()
     if orientation is not None:
         exif[274] = orientation
@@ -372,13 +373,33 @@ def test_a_file_that_is_upright_already_is_left_encoded(tmp_path, orientation):
             picture = Image.open(path)
             picture.load()
             assert picture.getexif().get(274) == orientation
-            return self.transform(ImageOps.exif_transpose(picture).convert("RGB")), target
+            upright = ImageOps.exif_transpose(picture, in_place=in_place)
+            return self.transform((upright or picture).convert("RGB")), target
 
     dataset = Upright(tmp_path, PIPELINE)
     moved = accelerate(DataLoader(dataset, 3), **CPU)
-    by_dataset = "decode by the dataset, in the workers (it uses .transpose" in moved.describe()
+    use = "im" if in_place else "transpose"
+    by_dataset = f"decode by the dataset, in the workers (it uses .{use} " in moved.describe()
     assert by_dataset is (orientation == 6)
     ((images, _),) = moved
+    want = torch.stack([image for image, _ in dataset])
+    assert (images - want).abs().max() <= 2 / 255
+
+
+@pytest.mark.parametrize("read", ["load", "copy", "convert"])
+def test_what_needs_a_loaded_picture_gets_one(tmp_path, read):
+    write_folder(tmp_path, [draw(160, 240, seed=i) for i in range(3)], "jpg")
+
+    class Drafted(ImageFolder):
+        def __getitem__(self, index):
+            picture = Image.open(self.samples[index][0])
+            getattr(picture, read)(*["RGB"] * (read == "convert"))
+            picture.draft("RGB", (20, 20))  # of a loaded picture it does nothing
+            return self.transform(picture.convert("RGB")), picture.im.size
+
+    dataset = Drafted(tmp_path, PIPELINE)
+    ((images, (width, height)),) = accelerate(DataLoader(dataset, 3), **CPU)
+    assert set(zip(width.tolist(), height.tolist(), strict=True)) == {(240, 160)}
     want = torch.stack([image for image, _ in dataset])
     assert (images - want).abs().max() <= 2 / 255
 

@@ -104,6 +104,7 @@ class Picture(_Attributes, Encoded):
         self._file = file
         self._is_rgb = is_rgb
         self._real: Image.Image | None = None
+        self._loads = False  # whether the dataset has had PIL decode the picture, by its own view
         self.touched = ""  # by which attribute first
         _sample.opened(self)
 
@@ -136,6 +137,7 @@ class Picture(_Attributes, Encoded):
 
     def convert(self, mode: str | None = None, *options: object, **named: object) -> Any:
         if mode == "RGB" and not (self.touched or options or named):
+            self._loads = True
             return Picture(self._file, is_rgb=True)
         return self._changed("convert")(mode, *options, **named)
 
@@ -143,9 +145,11 @@ class Picture(_Attributes, Encoded):
         """Another picture: what is done to one of them is not done to the other."""
         if self.touched:
             return self._changed("copy")()
+        self._loads = True
         return Picture(self._file, is_rgb=self.mode == "RGB")
 
     def load(self) -> PixelAccess:
+        self._loads = True
         return PixelAccess(self)
 
     def getexif(self) -> Image.Exif:
@@ -212,6 +216,8 @@ class Picture(_Attributes, Encoded):
         real = self._opened()
         if self._is_rgb and not self.touched:
             real = self._real = real.convert("RGB")
+        elif self._loads:
+            real.load()  # PIL has attributes that are of a loaded picture alone, such as im
         return real
 
     def _changed(self, name: str) -> Any:
@@ -231,6 +237,9 @@ class Picture(_Attributes, Encoded):
             if self._is_rgb and not self.touched:
                 with contextlib.suppress(*_BROKEN):  # it is told when the picture is used
                     real = real.convert("RGB")
+            elif self._loads:
+                with contextlib.suppress(*_BROKEN):
+                    real.load()
             vars(self).clear()
             vars(self).update(vars(real))
             vars(object)["__class__"].__set__(self, type(real))
@@ -321,7 +330,7 @@ class PixelAccess:
 _TELL_FIRST = ("JPEG", "MPO")  # their metadata, before their pixels
 _BROKEN = (OSError, ValueError, SyntaxError)  # as PIL has for a file that it cannot open
 # What a stand-in has besides the attributes of its picture.
-_OWN = frozenset({"_file", "_is_rgb", "_real", "touched"})
+_OWN = frozenset({"_file", "_is_rgb", "_loads", "_real", "touched"})
 
 
 # --- What its transform gave ---
