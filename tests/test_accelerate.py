@@ -1097,6 +1097,22 @@ def test_a_dtype_leaves_the_values_of_a_pipeline_as_they_are(folder):
             list(accelerate(loader, keep_unknown=True, dtype=torch.uint8, **CPU))
 
 
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"dtype": "float16"}, "dtype must be torch.uint8 or a floating-point one"),
+        ({"dtype": torch.int32}, "dtype must be torch.uint8 or a floating-point one"),
+        ({"memory_format": "channels_last"}, "memory_format is .* got 'channels_last'"),
+        ({"memory_format": torch.channels_last_3d}, "memory_format is .* got"),
+    ],
+)
+def test_a_cast_behind_other_ops_is_checked_as_one_of_the_launch(folder, option, text):
+    crop = v1.CenterCrop(40)
+    for ops in ([crop, v1.ToTensor()], [crop, v1.ToTensor(), v1.RandomInvert(1.0)]):
+        with pytest.raises(ValueError, match=text):
+            accelerate(loader_of(folder, ops), **option, **CPU)
+
+
 def test_own_transforms_run_behind_the_converted_ones(folder):
     loader = loader_of(folder, VAL[:3])
     for own in ([lambda images: images * 0 + 3], lambda images: images * 0 + 3):

@@ -22,7 +22,7 @@ from gpuprefetch.core.ranks import rank
 from gpuprefetch.images.apart import image_of, is_image
 from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.images.handed import to_iterate
-from gpuprefetch.images.options import Keywords
+from gpuprefetch.images.options import Keywords, Options
 from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.fused import Given
 from gpuprefetch.lists.snapshot import Snapshot
@@ -434,6 +434,7 @@ def _with_cast(options: Keywords, lists: Sequence[list[Transform]]) -> Keywords:
     """
     options = options.copy()
     cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
+    Options(dtype=cast.dtype, memory_format=cast.memory_format).check()
     if cast.dtype or cast.memory_format:
         for each in lists:
             each.append(cast)
