@@ -193,6 +193,25 @@ def test_pictures_that_the_dataset_turns_or_decodes():
         assert_as_plain(with_function(EXACT, table([files[i] for i in order])), batch_size=4)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("mode", [None, "RGB"])
+def test_a_bad_file_is_decided_by_on_error(num_workers, mode):
+    files = [encoded(draw(40, 60, seed=i), format="JPEG", quality=95) for i in range(COUNT)]
+    want = [*loader_of(with_function(EXACT, table(files)), batch_size=1)]
+    whole = files[3]["bytes"]
+    for number, broken in enumerate([b"", b"no picture", whole[: len(whole) // 2]], 2):
+        files[number] = {"bytes": broken, "path": None}
+    rows = table(files).cast_column("image", hf.Image(mode=mode))
+    loader = loader_of(with_function(EXACT, rows), num_workers=num_workers)
+    moved = accelerate(loader, on_error="skip", **CPU)
+    batches = [*moved]
+    labels = torch.cat([batch["labels"] for batch in batches])
+    assert labels.tolist() == [0, 1, 5, 6] and len(moved.bad_images) == 3
+    images = torch.cat([batch["pixel_values"] for batch in batches])
+    for label, image in zip(labels, images, strict=True):
+        assert (image - want[label]["pixel_values"][0]).abs().max() <= 2 / 255
+
+
 def test_columns_and_rows_beside():
     rows = with_function(EXACT, columns=["image"], output_all_columns=True)
     assert_as_plain(rows)

@@ -153,10 +153,19 @@ class Picture(_Attributes, Encoded):
         return PixelAccess(self)
 
     def getexif(self) -> Image.Exif:
-        """The metadata: a JPEG has them before its pixels, and PIL decodes others for them."""
-        if self.touched or self._opened().format not in _TELL_FIRST:
+        """The metadata: a JPEG has them before its pixels, and PIL decodes others for them.
+
+        A bad file has none, as its sample fails in decode.
+        """
+        try:
+            opened = self._opened()
+        except _BROKEN:
+            from PIL import Image
+
+            return Image.Exif()
+        if self.touched or opened.format not in _TELL_FIRST:
             return cast("Image.Exif", self._changed("getexif")())
-        return self._opened().getexif()
+        return opened.getexif()
 
     def close(self) -> None:
         pass
