@@ -1027,6 +1027,10 @@ def test_samples_of_none_are_refused_with_what_works(folder):
     match = r"sample 1 of the batch, NoneType, has none.*Subset\(dataset, indices\)"
     with pytest.raises(TypeError, match=match):
         next(iter(loader))
+    first = DataLoader(Subset(dataset, [1, 2]), batch_size=4, collate_fn=present)
+    match = r"__getitem__\(0\) gave None in place of a sample.*Subset\(dataset, indices\)"
+    with pytest.raises(TypeError, match=match):
+        accelerate(first, **CPU)
     subset = Subset(dataset, [0, 2, 3])
     loader = accelerate(
         DataLoader(subset, batch_size=4, collate_fn=present), on_error="skip", **CPU

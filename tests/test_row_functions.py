@@ -6,14 +6,17 @@ import io
 import json
 import pickle
 import random
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pictures import draw
 from PIL import Image
 from torch.utils.data import DataLoader, Subset
 from torchvision import transforms as v1
+from torchvision.transforms import v2
 
 from gpuprefetch import DataPrefetcher, EncodedImage, convert_transforms
 from gpuprefetch.migrate.accelerate import accelerate
@@ -349,6 +352,45 @@ def test_what_a_function_does_is_refused_by_name(name):
     rows.set_transform(function)
     with pytest.raises(TypeError, match=text):
         accelerate(loader_of(rows), **CPU)
+
+
+USES = {
+    "halved": lambda image: image / 2,
+    "of another dtype": lambda image: image.half(),
+    "NumPy": lambda image: torch.from_numpy(np.asarray(image)),
+    "a function of torch": lambda image: torch.flip(image, [-1]),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_the_advice_for_rows_whose_result_is_used_works(name):
+    function = USES[name]
+    rows = table()
+
+    def using(pipeline):
+        def transforms(batch):
+            images = [pipeline(image.convert("RGB")) for image in batch["image"]]
+            return {"pixel_values": [*map(function, images)], "label": batch["label"]}
+
+        return transforms
+
+    rows.set_transform(using(EXACT))
+    want = [*loader_of(rows)]
+    with pytest.raises(TypeError, match="what the transform gave is used") as raised:
+        accelerate(loader_of(rows), **CPU)
+    text = str(raised.value)
+    assert "ImageFolder" not in text and "cast_column" in text
+    advised = re.search(r"pipeline = (v2\.Compose\(.*?\)\]\))", text)[1]
+    if name != "NumPy":  # which is none of the device's
+        pipeline = eval(advised, {"pipeline": EXACT, "v2": v2, "function": function})
+        rows.set_transform(lambda batch: with_label(batch, pipeline))
+        for batch, plain in zip(accelerate(loader_of(rows), **CPU), want, strict=True):
+            assert (batch["pixel_values"] - plain["pixel_values"]).abs().max() <= 2 / 255
+
+
+def with_label(batch, pipeline):
+    images = [pipeline(image.convert("RGB")) for image in batch["image"]]
+    return {"pixel_values": images, "label": batch["label"]}
 
 
 def test_the_advice_for_rows_without_a_function_works():

@@ -46,7 +46,7 @@ from gpuprefetch.migrate.folders import (
     takes_several,
 )
 from gpuprefetch.migrate.joint import joint_plan
-from gpuprefetch.migrate.row_functions import function_of
+from gpuprefetch.migrate.row_functions import WAYS_OF_ROWS, function_of
 from gpuprefetch.migrate.stand_ins import TWO_WAYS
 from gpuprefetch.migrate.taken import opened
 from gpuprefetch.migrate.traced import Chain, LeftTraced, name_of_chain
@@ -161,7 +161,9 @@ def _traced_of(
         try:
             convert(traced.op, pictures=True)
         except UnsupportedTransformError as refused:
-            why = text_of(error).replace(TWO_WAYS, "").strip()
+            why = text_of(error)
+            for ways in (TWO_WAYS, WAYS_OF_ROWS):
+                why = why.replace(ways, "").strip()
             raise UnsupportedTransformError(f"{refused} It cannot move as it is: {why}") from error
         raise
 

@@ -27,12 +27,14 @@ from gpuprefetch.images.folder import EncodedImageFolder, fault_of
 from gpuprefetch.images.guard import Encoded, UndecodedError, begin_reading
 from gpuprefetch.migrate.faces import stale, with_faces
 from gpuprefetch.migrate.row_functions import (
+    WAYS_OF_ROWS,
     function_of,
     is_of_rows,
     pipelines_in,
     with_transform,
 )
 from gpuprefetch.migrate.stand_ins import (
+    TWO_WAYS,
     LeftEncoded,
     Picture,
     read_file,
@@ -212,6 +214,7 @@ def _view(dataset: Dataset, instead: dict[str, Any], *, encoded: bool, checked: 
     nothing was done to what its transform gave.
     """
     kind = type(dataset)
+    ways = WAYS_OF_ROWS if is_of_rows(dataset) else TWO_WAYS
     seen = {name: vars(dataset).get(name) for name in instead}
 
     def read(name: str, view: Any) -> Any:
@@ -228,7 +231,7 @@ def _view(dataset: Dataset, instead: dict[str, Any], *, encoded: bool, checked: 
     def get(method: Any, view: Any, index: Any) -> Any:
         who = f"{kind.__name__}.{method.__name__}({index!r})"
         if encoded:
-            return read_sample(partial(method, view, index), who, index)
+            return read_sample(partial(method, view, index), who, index, ways)
         sample = method(view, index)
         if fault := transformed_already(sample):
             raise UndecodedError(f"{who} {fault}")

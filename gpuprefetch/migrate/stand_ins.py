@@ -354,6 +354,12 @@ class Unusable(Encoded):
     def __class__(self) -> type:  # what isinstance() goes by
         return torch.Tensor
 
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse_use(f".{name}")
+
+    def __array__(self, *args: object, **named: object) -> NoReturn:
+        _refuse_use("NumPy")
+
     @classmethod
     def __torch_function__(cls, *call: object, **named: object) -> NoReturn:
         _refuse_use("a function of torch")
@@ -581,13 +587,14 @@ def has_result() -> bool:
 decodes = Messages()
 
 
-def read_sample(get: Callable[[], Sample], who: str, key: object) -> Sample:
+def read_sample(get: Callable[[], Sample], who: str, key: object, ways: str = TWO_WAYS) -> Sample:
     """A sample of a view, with an :class:`EncodedImage` for each result of its transform.
 
     Args:
         get: gives the sample. Views within views are asked in it.
         who: is asked, for messages.
         key: of the sample in its dataset.
+        ways: what to write in place of a dataset that is refused.
 
     Raises:
         UndecodedError: if its transform got no picture, or what it gave was touched.
@@ -596,7 +603,7 @@ def read_sample(get: Callable[[], Sample], who: str, key: object) -> Sample:
         return get()
     with _opening, faults as messages, _sample.begun(key) as results:
         try:
-            sample = _shown(get, who, messages, results)
+            sample = _shown(get, who, ways, messages, results)
         finally:
             for picture in _kept_of(_sample.pictures):
                 if type(picture) is Picture:  # else a module got it, and it is real
@@ -611,6 +618,7 @@ def read_sample(get: Callable[[], Sample], who: str, key: object) -> Sample:
 def _shown(
     get: Callable[[], Sample],
     who: str,
+    ways: str,
     messages: list[str],
     results: list[Result | LaterView],
 ) -> Sample:
@@ -619,12 +627,12 @@ def _shown(
         sample = get()
     except Exception as error:
         if messages:
-            raise _refusal(who, messages) from error
+            raise _refusal(who, messages, ways) from error
         raise
     if messages:  # and the dataset has caught the error
-        raise _refusal(who, messages)
+        raise _refusal(who, messages, ways)
     if fault := _fault_of(sample, results):
-        raise UndecodedError(f"{who} {fault} {TWO_WAYS}")
+        raise UndecodedError(f"{who} {fault} {ways}")
     if not any(type(image) is Picture for image in select(sample, is_marked)):
         return sample
 
@@ -647,10 +655,10 @@ def _references(objects: Sequence[object]) -> list[int]:
 _ALONE = _references([object()])[0]
 
 
-def _refusal(who: str, messages: list[str]) -> UndecodedError:
+def _refusal(who: str, messages: list[str], ways: str) -> UndecodedError:
     message = f"{who}: {messages[0]}"
     told = message.endswith(IN_WORKERS) or BY_HAND in message
-    return UndecodedError(message if told else f"{message} {TWO_WAYS}")
+    return UndecodedError(message if told else f"{message} {ways}")
 
 
 def _fault_of(sample: Sample, made: list[Result | LaterView]) -> str:
