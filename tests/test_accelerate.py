@@ -669,6 +669,17 @@ class Keyed(ImageFolder):
         return super().__getitem__(index)
 
 
+class Named(ImageFolder):
+    def __getitem__(self, name):
+        return super().__getitem__({str(i): i for i in range(len(self))}[name])
+
+
+class HoldsItself(ImageFolder):
+    def __init__(self, root, transform):
+        super().__init__(root, transform)
+        self.other = Subset(self, [0])
+
+
 class Keeper(ImageFolder):
     """It keeps samples, transformed, for as long as it has room."""
 
@@ -891,6 +902,24 @@ NOT_MOVED = {
         lambda folder: DataLoader(Keyed(folder, v1.Compose(VAL)), sampler=[(0, 40)]),
         TypeError,
         r"__getitem__\(0\) failed .*and take an int",
+    ),
+    "takes names": (
+        accelerate,
+        lambda folder: DataLoader(Named(folder, v1.Compose(VAL)), sampler=["0", "1"]),
+        TypeError,
+        r"__getitem__\(0\) failed \(KeyError: 0\).*and take an int",
+    ),
+    "holds itself": (
+        accelerate,
+        lambda folder: DataLoader(HoldsItself(folder, v1.Compose(VAL))),
+        TypeError,
+        r"HoldsItself apart: it holds itself.*The loader may also stay as it is",
+    ),
+    "holds what holds it": (
+        accelerate,
+        lambda folder: DataLoader(HoldsItself(folder, v1.Compose(VAL)).other),
+        TypeError,
+        r"Subset apart: it holds itself",
     ),
     "keeps what it has read": (
         accelerate,

@@ -34,6 +34,7 @@ from gpuprefetch.migrate.row_functions import (
     with_transform,
 )
 from gpuprefetch.migrate.stand_ins import (
+    AS_IT_IS,
     TWO_WAYS,
     LeftEncoded,
     Picture,
@@ -138,11 +139,17 @@ def _parts(dataset: Dataset) -> list[Dataset]:
     return [each for held in within(dataset).values() for each in held]
 
 
-def datasets_in(dataset: Dataset) -> Iterator[Dataset]:
-    """A dataset, and all datasets that it is made of."""
+def datasets_in(dataset: Dataset, around: Sequence[Dataset] = ()) -> Iterator[Dataset]:
+    """A dataset, and all datasets that it is made of; ``around`` are those that hold it."""
+    if any(dataset is each for each in around):
+        raise TypeError(
+            f"accelerate cannot take {type(dataset).__name__} apart: it holds itself, as an "
+            "attribute or in a dataset that it holds. Leave that attribute out, or keep a "
+            f"weakref.ref of it. {AS_IT_IS}"
+        )
     yield dataset
     for each in _parts(dataset):
-        yield from datasets_in(each)
+        yield from datasets_in(each, (*around, dataset))
 
 
 def view_of(dataset: Dataset, transform: Transform) -> Dataset:

@@ -403,9 +403,12 @@ def _tried(view: Any) -> Iterator[None]:
             yield
     except UndecodedError:
         raise  # it says more
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, KeyError) as error:
+        why = text_of(error)
+        if isinstance(error, KeyError):  # its text is the key alone
+            why = f"KeyError: {why}"
         raise TypeError(
-            f"{type(view).__name__}.__getitem__(0) failed ({text_of(error)}): it must read "
+            f"{type(view).__name__}.__getitem__(0) failed ({why}): it must read "
             f"through self.transform, and take an int. {TWO_WAYS}"
         ) from error
     finally:
