@@ -48,7 +48,7 @@ from gpuprefetch.images.header import read_header
 from gpuprefetch.images.joint import Promised
 from gpuprefetch.images.places import ViewPlace
 from gpuprefetch.images.ppm import to_ppm
-from gpuprefetch.images.recorded import Joint
+from gpuprefetch.images.recorded import CONVERSIONS, GEOMETRY, SAME_SIZE, Joint
 from gpuprefetch.lists.rgb import Modes
 from gpuprefetch.migrate.taken import BY_HAND, Takes
 
@@ -112,6 +112,9 @@ class Picture(_Attributes, Encoded):
     def __class__(self) -> type:  # what isinstance() goes by
         from PIL import Image
 
+        if not self._is_rgb:
+            with contextlib.suppress(*_BROKEN):
+                return type(self._opened())
         return Image.Image
 
     @property
@@ -428,13 +431,6 @@ class LeftEncoded:
     def __init__(self, takes: Takes, transform: Callable[..., object] | None = None) -> None:
         self.takes = takes
         self.transform = transform
-        if transform is not None:
-            know_sizes()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self.transform is not None:
-            know_sizes()
 
     def __call__(self, *given: object, **named: object) -> object:
         if self.transform is not None and len(given) > 1 and not named:
@@ -495,15 +491,29 @@ def only_argument(given: Sequence[object], named: Mapping[str, object]) -> objec
 
 
 @functools.cache
-def know_sizes() -> None:
-    """Let torchvision's functions ask a picture for its size: its wrappers of datasets do."""
+def _know_functions() -> None:
+    """Let torchvision's v2 functions take a picture, as they go by its exact class.
+
+    They get the real one. Its size alone can be told without it.
+    """
     from torchvision.transforms.v2 import functional as F
     from torchvision.transforms.v2.functional import _utils
 
     def size(picture: Picture) -> list[int]:
         return picture.height_and_width()
 
+    def of_a_real_one(function: Callable[..., object]) -> Callable[..., object]:
+        def call(picture: Picture, *given: object, **named: object) -> object:
+            real = picture if picture._become_real() else picture.as_read()
+            return function(real, *given, **named)
+
+        return call
+
     _utils._register_kernel_internal(F.get_size, Picture)(size)
+    asked = ("get_dimensions", "get_num_channels")
+    for name in {*GEOMETRY, *SAME_SIZE, *asked} - {*CONVERSIONS}:
+        if (function := getattr(F, name, None)) is not None:
+            _utils._register_kernel_internal(function, Picture)(of_a_real_one(function))
 
 
 def _picture_of_tensor(given: torch.Tensor) -> Image.Image | torch.Tensor:
@@ -601,6 +611,8 @@ def read_sample(get: Callable[[], Sample], who: str, key: object, ways: str = TW
     """
     if _sample.results is not None:
         return get()
+    if "torchvision.transforms.v2.functional" in sys.modules:  # else nobody can call them
+        _know_functions()
     with _opening, faults as messages, _sample.begun(key) as results:
         try:
             sample = _shown(get, who, ways, messages, results)
