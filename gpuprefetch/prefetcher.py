@@ -614,6 +614,8 @@ class DataPrefetcher:
 
         After an error :meth:`next` begins it.
         """
+        if not hasattr(epoch, "__index__"):
+            raise TypeError(f"set_epoch takes the number of an epoch, an int, got {epoch!r}.")
         epoch = operator.index(epoch)  # an int, which torch.load takes back, also of numpy's
         self._progress.set_epoch(self._loader, epoch)
         self._manual.forget_ended()

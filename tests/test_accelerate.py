@@ -669,6 +669,17 @@ class Keyed(ImageFolder):
         return super().__getitem__(index)
 
 
+class Named(ImageFolder):
+    def __getitem__(self, name):
+        return super().__getitem__({str(i): i for i in range(len(self))}[name])
+
+
+class HoldsItself(ImageFolder):
+    def __init__(self, root, transform):
+        super().__init__(root, transform)
+        self.other = Subset(self, [0])
+
+
 class Keeper(ImageFolder):
     """It keeps samples, transformed, for as long as it has room."""
 
@@ -892,6 +903,24 @@ NOT_MOVED = {
         TypeError,
         r"__getitem__\(0\) failed .*and take an int",
     ),
+    "takes names": (
+        accelerate,
+        lambda folder: DataLoader(Named(folder, v1.Compose(VAL)), sampler=["0", "1"]),
+        TypeError,
+        r"__getitem__\(0\) failed \(KeyError: 0\).*and take an int",
+    ),
+    "holds itself": (
+        accelerate,
+        lambda folder: DataLoader(HoldsItself(folder, v1.Compose(VAL))),
+        TypeError,
+        r"HoldsItself apart: it holds itself.*The loader may also stay as it is",
+    ),
+    "holds what holds it": (
+        accelerate,
+        lambda folder: DataLoader(HoldsItself(folder, v1.Compose(VAL)).other),
+        TypeError,
+        r"Subset apart: it holds itself",
+    ),
     "keeps what it has read": (
         accelerate,
         lambda folder: DataLoader(Keeper(folder, v1.Compose(VAL))),
@@ -1027,6 +1056,10 @@ def test_samples_of_none_are_refused_with_what_works(folder):
     match = r"sample 1 of the batch, NoneType, has none.*Subset\(dataset, indices\)"
     with pytest.raises(TypeError, match=match):
         next(iter(loader))
+    first = DataLoader(Subset(dataset, [1, 2]), batch_size=4, collate_fn=present)
+    match = r"__getitem__\(0\) gave None in place of a sample.*Subset\(dataset, indices\)"
+    with pytest.raises(TypeError, match=match):
+        accelerate(first, **CPU)
     subset = Subset(dataset, [0, 2, 3])
     loader = accelerate(
         DataLoader(subset, batch_size=4, collate_fn=present), on_error="skip", **CPU
@@ -1095,6 +1128,22 @@ def test_a_dtype_leaves_the_values_of_a_pipeline_as_they_are(folder):
         loader = loader_of(folder, [*ops, v1.ToTensor()])
         with pytest.raises(ValueError, match="uint8 is for values of 0 to 255"):
             list(accelerate(loader, keep_unknown=True, dtype=torch.uint8, **CPU))
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"dtype": "float16"}, "dtype must be torch.uint8 or a floating-point one"),
+        ({"dtype": torch.int32}, "dtype must be torch.uint8 or a floating-point one"),
+        ({"memory_format": "channels_last"}, "memory_format is .* got 'channels_last'"),
+        ({"memory_format": torch.channels_last_3d}, "memory_format is .* got"),
+    ],
+)
+def test_a_cast_behind_other_ops_is_checked_as_one_of_the_launch(folder, option, text):
+    crop = v1.CenterCrop(40)
+    for ops in ([crop, v1.ToTensor()], [crop, v1.ToTensor(), v1.RandomInvert(1.0)]):
+        with pytest.raises(ValueError, match=text):
+            accelerate(loader_of(folder, ops), **option, **CPU)
 
 
 def test_own_transforms_run_behind_the_converted_ones(folder):

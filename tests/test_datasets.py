@@ -19,6 +19,8 @@ from fakes import OnTheCpu, Split, assert_same_batches
 from pictures import draw, encode_jpeg
 from PIL import Image, ImageOps
 from PIL.Image import open as open_by_another_name
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
 from torchvision import datasets as tv
@@ -343,9 +345,19 @@ BEFORE = {
     "transposed": lambda picture: picture.transpose(Image.Transpose.ROTATE_90),
     "another": lambda picture: Image.new("RGB", picture.size),
     "opened otherwise": lambda picture: open_by_another_name(io.BytesIO(PNG)),
+    "a function of v2": lambda picture: v2.functional.horizontal_flip(picture),
+    "a function of v2 that asks": lambda picture: flipped_if_it_has_channels(picture),
+    "a function of v1": lambda picture: v1.functional.resize(picture, [50, 60]),
     "upright in place": lambda picture: turned_in_place(picture),
     "by its attributes": lambda picture: given_others_pixels(picture),
 }
+
+
+def flipped_if_it_has_channels(picture):
+    _, height, width = v2.functional.get_dimensions(picture)
+    assert [height, width] == v2.functional.get_size(picture)
+    channels = v2.functional.get_num_channels(picture)
+    return v2.functional.vertical_flip(picture) if channels == 3 else picture
 
 
 def turned_in_place(picture):
@@ -359,8 +371,9 @@ def given_others_pixels(picture):
     return picture
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("orientation", [None, 1, 6])
-def test_a_file_that_is_upright_already_is_left_encoded(tmp_path, orientation):
+def test_a_file_that_is_upright_already_is_left_encoded(tmp_path, orientation, in_place):
     exif = Image.Exif()
     if orientation is not None:
         exif[274] = orientation
@@ -372,13 +385,55 @@ def test_a_file_that_is_upright_already_is_left_encoded(tmp_path, orientation):
             picture = Image.open(path)
             picture.load()
             assert picture.getexif().get(274) == orientation
-            return self.transform(ImageOps.exif_transpose(picture).convert("RGB")), target
+            upright = ImageOps.exif_transpose(picture, in_place=in_place)
+            return self.transform((upright or picture).convert("RGB")), target
 
     dataset = Upright(tmp_path, PIPELINE)
     moved = accelerate(DataLoader(dataset, 3), **CPU)
-    by_dataset = "decode by the dataset, in the workers (it uses .transpose" in moved.describe()
+    use = "im" if in_place else "transpose"
+    by_dataset = f"decode by the dataset, in the workers (it uses .{use} " in moved.describe()
     assert by_dataset is (orientation == 6)
     ((images, _),) = moved
+    want = torch.stack([image for image, _ in dataset])
+    assert (images - want).abs().max() <= 2 / 255
+
+
+@pytest.mark.parametrize("read", ["load", "copy", "convert"])
+def test_what_needs_a_loaded_picture_gets_one(tmp_path, read):
+    write_folder(tmp_path, [draw(160, 240, seed=i) for i in range(3)], "jpg")
+
+    class Drafted(ImageFolder):
+        def __getitem__(self, index):
+            picture = Image.open(self.samples[index][0])
+            getattr(picture, read)(*["RGB"] * (read == "convert"))
+            picture.draft("RGB", (20, 20))  # of a loaded picture it does nothing
+            return self.transform(picture.convert("RGB")), picture.im.size
+
+    dataset = Drafted(tmp_path, PIPELINE)
+    ((images, (width, height)),) = accelerate(DataLoader(dataset, 3), **CPU)
+    assert set(zip(width.tolist(), height.tolist(), strict=True)) == {(240, 160)}
+    want = torch.stack([image for image, _ in dataset])
+    assert (images - want).abs().max() <= 2 / 255
+
+
+def test_an_opened_file_is_of_its_formats_class(tmp_path):
+    for ending, seed in (("jpg", 0), ("png", 1)):
+        (tmp_path / ending).mkdir()
+        write_folder(tmp_path / ending, [draw(40, 60, seed=seed)], ending)
+
+    class Formats(ImageFolder):
+        def __getitem__(self, index):
+            picture = Image.open(self.samples[index][0])
+            is_png = isinstance(picture, PngImageFile)
+            assert isinstance(picture, Image.Image) and isinstance(picture, JpegImageFile) != is_png
+            assert not isinstance(picture.convert("RGB"), JpegImageFile)
+            return self.transform(inverted(picture) if is_png else picture), is_png
+
+    files = [ImageFolder(tmp_path / name).samples[0] for name in ("jpg", "png")]
+    dataset = Formats(tmp_path / "jpg", PIPELINE)
+    dataset.samples = files
+    ((images, is_png),) = accelerate(DataLoader(dataset, 2), **CPU)
+    assert is_png.tolist() == [False, True]
     want = torch.stack([image for image, _ in dataset])
     assert (images - want).abs().max() <= 2 / 255
 

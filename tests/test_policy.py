@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+import re
 
 import kornia.augmentation as K
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from pictures import draw, encode
 from PIL import ImageOps
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.ops import masks_to_boxes
@@ -541,15 +542,28 @@ def test_timms_nearest_pixel_is_not_taken_for_bilinear(config):
     [
         ([PICTURE], "tensor .* got list"),
         (PICTURE, r"got torch.uint8 \(3, 9, 12\). Add a dimension"),
-        (same(2).permute(0, 2, 3, 1), "1 or 3 channels"),
+        (same(2).permute(0, 2, 3, 1), r"1 or 3 channels.*permute\(0, 3, 1, 2\)"),
         (same(2)[:, :, None], r"got torch.uint8 \(2, 3, 1, 9, 12\)"),
-        (same(2).int(), "uint8 or floating point"),
+        (same(2).int(), r"uint8 or floating point.*images\.to\(torch\.uint8\)"),
+        (same(2).repeat(1, 2, 1, 1), r"For other channels .*K\.RandomHorizontalFlip\(\)"),
         ((same(2) / 255).requires_grad_(), "no gradient"),
     ],
 )
 def test_images_that_it_does_not_take(images, text):
     with pytest.raises(TypeError, match=text):
         PerImage(v2.RandAugment())(images)
+
+
+def test_the_advice_for_other_channels_works():
+    pixels = torch.rand(4, 5, 8, 8)
+    batches = DataLoader(TensorDataset(pixels), batch_size=4)
+    with pytest.raises(TypeError, match="For other channels") as raised:
+        next(iter(DataPrefetcher(batches, device="cpu", transforms=[v2.RandomVerticalFlip(1.0)])))
+    function = re.search(r"(lambda images: .*)\.$", str(raised.value))[1]
+    names = {"op": v2.RandomVerticalFlip(1.0), "torch": torch}
+    for flip in (K.RandomVerticalFlip(p=1.0), eval(function, names)):
+        ((got,),) = DataPrefetcher(batches, device="cpu", transforms=[flip])
+        assert torch.equal(got, pixels.flip(-2))
 
 
 def test_images_that_an_op_does_not_take():

@@ -399,6 +399,12 @@ def test_a_prefetcher_is_true_where_its_loader_is():
     assert DataPrefetcher(Rewound(), device="cpu")  # without a length
 
 
+@pytest.mark.parametrize("epoch", ["1", 1.0, None])
+def test_an_epoch_is_an_int(epoch):
+    with pytest.raises(TypeError, match=rf"set_epoch takes the number .* got {epoch!r}"):
+        DataPrefetcher([1, 2], device="cpu").set_epoch(epoch)
+
+
 def test_a_prefetcher_over_another_loader(photo_folder):
     options = {"transforms": [RandomResizedCrop(8)], "seed": 3, "on_error": "skip"}
     one = prefetcher_of(EncodedImageFolder(photo_folder), batch_size=4, **options)

@@ -480,6 +480,15 @@ def test_wrong_arguments(photo_folder, arguments, message):
         folder_loader(photo_folder, LISTS["fused"]).preview(**arguments)
 
 
+@pytest.mark.parametrize("make", [np.array, torch.tensor, tuple])
+def test_samples_of_a_split_are_shown_as_a_list_of_them(photo_folder, make):
+    loader = folder_loader(photo_folder, LISTS["fused"])
+    want = loader.preview(samples=[2, 0], side=SIDE)
+    got = loader.preview(samples=make([2, 0]), side=SIDE)
+    assert got.info["titles"] == want.info["titles"]
+    assert got.tobytes() == want.tobytes()
+
+
 def test_a_sample_that_the_dataset_does_not_have_is_named(photo_folder):
     loader = folder_loader(photo_folder, LISTS["fused"])
     with pytest.raises(IndexError) as error:

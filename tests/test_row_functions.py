@@ -6,14 +6,17 @@ import io
 import json
 import pickle
 import random
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pictures import draw
 from PIL import Image
 from torch.utils.data import DataLoader, Subset
 from torchvision import transforms as v1
+from torchvision.transforms import v2
 
 from gpuprefetch import DataPrefetcher, EncodedImage, convert_transforms
 from gpuprefetch.migrate.accelerate import accelerate
@@ -193,6 +196,26 @@ def test_pictures_that_the_dataset_turns_or_decodes():
         assert_as_plain(with_function(EXACT, table([files[i] for i in order])), batch_size=4)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("mode", [None, "RGB"])
+def test_a_bad_file_is_decided_by_on_error(num_workers, mode):
+    files = [encoded(draw(40, 60, seed=i), format="JPEG", quality=95) for i in range(COUNT)]
+    # by_a_global can be pickled, for workers that are not forked
+    want = [*loader_of(table(files).with_transform(by_a_global), batch_size=1)]
+    whole = files[3]["bytes"]
+    for number, broken in enumerate([b"", b"no picture", whole[: len(whole) // 2]], 2):
+        files[number] = {"bytes": broken, "path": None}
+    rows = table(files).cast_column("image", hf.Image(mode=mode))
+    loader = loader_of(rows.with_transform(by_a_global), num_workers=num_workers)
+    moved = accelerate(loader, on_error="skip", **CPU)
+    batches = [*moved]
+    labels = torch.cat([batch["labels"] for batch in batches])
+    assert labels.tolist() == [0, 1, 5, 6] and len(moved.bad_images) == 3
+    images = torch.cat([batch["pixel_values"] for batch in batches])
+    for label, image in zip(labels, images, strict=True):
+        assert (image - want[label]["pixel_values"][0]).abs().max() <= 2 / 255
+
+
 def test_columns_and_rows_beside():
     rows = with_function(EXACT, columns=["image"], output_all_columns=True)
     assert_as_plain(rows)
@@ -330,6 +353,45 @@ def test_what_a_function_does_is_refused_by_name(name):
     rows.set_transform(function)
     with pytest.raises(TypeError, match=text):
         accelerate(loader_of(rows), **CPU)
+
+
+USES = {
+    "halved": lambda image: image / 2,
+    "of another dtype": lambda image: image.half(),
+    "NumPy": lambda image: torch.from_numpy(np.asarray(image)),
+    "a function of torch": lambda image: torch.flip(image, [-1]),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_the_advice_for_rows_whose_result_is_used_works(name):
+    function = USES[name]
+    rows = table()
+
+    def using(pipeline):
+        def transforms(batch):
+            images = [pipeline(image.convert("RGB")) for image in batch["image"]]
+            return {"pixel_values": [*map(function, images)], "label": batch["label"]}
+
+        return transforms
+
+    rows.set_transform(using(EXACT))
+    want = [*loader_of(rows)]
+    with pytest.raises(TypeError, match="what the transform gave is used") as raised:
+        accelerate(loader_of(rows), **CPU)
+    text = str(raised.value)
+    assert "ImageFolder" not in text and "cast_column" in text
+    advised = re.search(r"pipeline = (v2\.Compose\(.*?\)\]\))", text)[1]
+    if name != "NumPy":  # which is none of the device's
+        pipeline = eval(advised, {"pipeline": EXACT, "v2": v2, "function": function})
+        rows.set_transform(lambda batch: with_label(batch, pipeline))
+        for batch, plain in zip(accelerate(loader_of(rows), **CPU), want, strict=True):
+            assert (batch["pixel_values"] - plain["pixel_values"]).abs().max() <= 2 / 255
+
+
+def with_label(batch, pipeline):
+    images = [pipeline(image.convert("RGB")) for image in batch["image"]]
+    return {"pixel_values": images, "label": batch["label"]}
 
 
 def test_the_advice_for_rows_without_a_function_works():

@@ -428,7 +428,7 @@ REFUSED = {
     "a crop as well": (crop_as_well, r"what \.crop gave is used for two views"),
     "values of a view": (lambda t, x: (t.large(x), t.small(x) * 2), r"by __mul__"),
     "two views in one": (lambda t, x: torch.stack([t.large(x), t.large(x)]), r"function of torch"),
-    "a method of a view": (lambda t, x: (t.large(x), t.small(x).mean()), "no attribute 'mean'"),
+    "a method of a view": (lambda t, x: (t.large(x), t.small(x).mean()), r"by \.mean"),
     "changed before": (changed_before, r"gets a picture that was changed before"),
     "changed between": (changed_between, r"before \.small of the transform gets it: by \.paste"),
     "dropped": (lambda t, x: (t.large(x), t.small(x))[0], r"does not return what \.small gave"),
@@ -593,7 +593,7 @@ class Uses(ImageFolder):
         (lambda views: views[1:], "leaves out a view"),
         (lambda views: [views[0], views[1] + 1], "by __add__"),
         (lambda views: [views[0], v2.RandomHorizontalFlip(1.0)(views[1])], "encoded image"),
-        (lambda views: [views[0], views[1].clone()], "no attribute 'clone'"),
+        (lambda views: [views[0], views[1].clone()], r"by \.clone"),
         (lambda views: [*views, views[0]], "gives a view in two places"),
     ],
 )

@@ -32,6 +32,10 @@ from gpuprefetch.transforms.results import PackedPatches, PaddedImages, PaddedPa
 Sample = TypeVar("Sample")
 # Made of all images of a batch: no sample has a row of its own in it.
 _WHOLE = (PaddedImages, PackedPatches, PaddedPatches)
+CHOOSE_BEFORE = (  # what to write where a sample has no image
+    "Choose the samples before: DataLoader(Subset(dataset, indices), ...). Files that cannot be "
+    'decoded are left out by accelerate(loader, on_error="skip").'
+)
 
 
 class Apart(NamedTuple):
@@ -69,9 +73,7 @@ def set_apart(samples: Sequence[Any]) -> Apart:
         if image is None:
             raise TypeError(
                 "A collate_fn that runs after the transforms takes one image a sample, and sample "
-                f"{number} of the batch, {type(sample).__name__}, has none. Choose the samples "
-                "before: DataLoader(Subset(dataset, indices), ...). Files that cannot be decoded "
-                'are left out by accelerate(loader, on_error="skip").'
+                f"{number} of the batch, {type(sample).__name__}, has none. {CHOOSE_BEFORE}"
             )
     count = sum(isinstance(image, EncodedImage) for image in select(samples[0], is_image))
     if count > 1:

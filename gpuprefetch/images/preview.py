@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ class Wanted:
                 "samples are keys of the dataset, as its sampler gives them, got "
                 f"{self.samples!r}: preview(samples=[0, 7])."
             )
-        if max(self.count, len(self.samples or ())) > MOST:
+        if max(self.count, 0 if self.samples is None else len(self.samples)) > MOST:
             raise ValueError(f"a preview shows {MOST} samples at most, got more. Show fewer.")
 
 
@@ -162,6 +162,8 @@ def _kind(loader: Loader) -> str:
 
 def _keys(loader: TorchLoader, wanted: Wanted) -> list[Key]:
     """The samples to read: those asked for, or some spread evenly over the dataset."""
+    if isinstance(wanted.samples, (np.ndarray, torch.Tensor)):  # as a split has them
+        return cast("list[Key]", wanted.samples.tolist())
     if wanted.samples is not None:
         return list(wanted.samples)
     length = length_of_dataset(loader)

@@ -22,7 +22,7 @@ from gpuprefetch.core.ranks import rank
 from gpuprefetch.images.apart import image_of, is_image
 from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.images.handed import to_iterate
-from gpuprefetch.images.options import Keywords
+from gpuprefetch.images.options import Keywords, Options
 from gpuprefetch.lists.forms import fixes_size
 from gpuprefetch.lists.fused import Given
 from gpuprefetch.lists.snapshot import Snapshot
@@ -46,7 +46,7 @@ from gpuprefetch.migrate.folders import (
     takes_several,
 )
 from gpuprefetch.migrate.joint import joint_plan
-from gpuprefetch.migrate.row_functions import function_of
+from gpuprefetch.migrate.row_functions import WAYS_OF_ROWS, function_of
 from gpuprefetch.migrate.stand_ins import TWO_WAYS
 from gpuprefetch.migrate.taken import opened
 from gpuprefetch.migrate.traced import Chain, LeftTraced, name_of_chain
@@ -161,7 +161,9 @@ def _traced_of(
         try:
             convert(traced.op, pictures=True)
         except UnsupportedTransformError as refused:
-            why = text_of(error).replace(TWO_WAYS, "").strip()
+            why = text_of(error)
+            for ways in (TWO_WAYS, WAYS_OF_ROWS):
+                why = why.replace(ways, "").strip()
             raise UnsupportedTransformError(f"{refused} It cannot move as it is: {why}") from error
         raise
 
@@ -434,6 +436,7 @@ def _with_cast(options: Keywords, lists: Sequence[list[Transform]]) -> Keywords:
     """
     options = options.copy()
     cast = Cast(options.pop("dtype", None), options.pop("memory_format", None))
+    Options(dtype=cast.dtype, memory_format=cast.memory_format).check()
     if cast.dtype or cast.memory_format:
         for each in lists:
             each.append(cast)

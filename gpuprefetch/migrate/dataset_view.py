@@ -27,12 +27,15 @@ from gpuprefetch.images.folder import EncodedImageFolder, fault_of
 from gpuprefetch.images.guard import Encoded, UndecodedError, begin_reading
 from gpuprefetch.migrate.faces import stale, with_faces
 from gpuprefetch.migrate.row_functions import (
+    WAYS_OF_ROWS,
     function_of,
     is_of_rows,
     pipelines_in,
     with_transform,
 )
 from gpuprefetch.migrate.stand_ins import (
+    AS_IT_IS,
+    TWO_WAYS,
     LeftEncoded,
     Picture,
     read_file,
@@ -136,11 +139,17 @@ def _parts(dataset: Dataset) -> list[Dataset]:
     return [each for held in within(dataset).values() for each in held]
 
 
-def datasets_in(dataset: Dataset) -> Iterator[Dataset]:
-    """A dataset, and all datasets that it is made of."""
+def datasets_in(dataset: Dataset, around: Sequence[Dataset] = ()) -> Iterator[Dataset]:
+    """A dataset, and all datasets that it is made of; ``around`` are those that hold it."""
+    if any(dataset is each for each in around):
+        raise TypeError(
+            f"accelerate cannot take {type(dataset).__name__} apart: it holds itself, as an "
+            "attribute or in a dataset that it holds. Leave that attribute out, or keep a "
+            f"weakref.ref of it. {AS_IT_IS}"
+        )
     yield dataset
     for each in _parts(dataset):
-        yield from datasets_in(each)
+        yield from datasets_in(each, (*around, dataset))
 
 
 def view_of(dataset: Dataset, transform: Transform) -> Dataset:
@@ -212,6 +221,7 @@ def _view(dataset: Dataset, instead: dict[str, Any], *, encoded: bool, checked: 
     nothing was done to what its transform gave.
     """
     kind = type(dataset)
+    ways = WAYS_OF_ROWS if is_of_rows(dataset) else TWO_WAYS
     seen = {name: vars(dataset).get(name) for name in instead}
 
     def read(name: str, view: Any) -> Any:
@@ -228,7 +238,7 @@ def _view(dataset: Dataset, instead: dict[str, Any], *, encoded: bool, checked: 
     def get(method: Any, view: Any, index: Any) -> Any:
         who = f"{kind.__name__}.{method.__name__}({index!r})"
         if encoded:
-            return read_sample(partial(method, view, index), who, index)
+            return read_sample(partial(method, view, index), who, index, ways)
         sample = method(view, index)
         if fault := transformed_already(sample):
             raise UndecodedError(f"{who} {fault}")

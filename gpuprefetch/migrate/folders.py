@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gpuprefetch.core.errors import text_of
 from gpuprefetch.core.nested import select
-from gpuprefetch.images.apart import image_of, is_image
+from gpuprefetch.images.apart import CHOOSE_BEFORE, image_of, is_image
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.guard import UndecodedError, end_reading, is_marked
@@ -375,6 +375,10 @@ def check_sample(
         again = view[0]
     image = image_of(sample)
     if needed and (image is None or (encoded and not isinstance(image, EncodedImage))):
+        if sample is None:
+            raise TypeError(
+                f"{name}.__getitem__(0) gave None in place of a sample. {CHOOSE_BEFORE}"
+            )
         raise TypeError(f"{name}.__getitem__ gave no image. {TWO_WAYS}")
     if is_marked(image) and image_of(again) is image:
         raise UndecodedError(f"{name}.__getitem__(0) {KEPT}")
@@ -399,9 +403,12 @@ def _tried(view: Any) -> Iterator[None]:
             yield
     except UndecodedError:
         raise  # it says more
-    except (AttributeError, TypeError) as error:
+    except (AttributeError, TypeError, KeyError) as error:
+        why = text_of(error)
+        if isinstance(error, KeyError):  # its text is the key alone
+            why = f"KeyError: {why}"
         raise TypeError(
-            f"{type(view).__name__}.__getitem__(0) failed ({text_of(error)}): it must read "
+            f"{type(view).__name__}.__getitem__(0) failed ({why}): it must read "
             f"through self.transform, and take an int. {TWO_WAYS}"
         ) from error
     finally:

@@ -34,6 +34,11 @@ _ENCODED = (
     'rows["image"]]}), and DataPrefetcher(loader, transforms=convert_transforms(pipeline)), where '
     "the pipeline may also be an image processor."
 )
+# What to write in place of a function that uses what its pipeline gives.
+WAYS_OF_ROWS = (
+    "Two ways work. Let the pipeline do it: pipeline = v2.Compose([pipeline, v2.Lambda(function)]),"
+    f" with a function of one image (C, H, W). Or leave the files encoded: {_ENCODED}"
+)
 
 
 def is_of_rows(thing: object) -> bool:

@@ -48,7 +48,7 @@ from gpuprefetch.images.header import read_header
 from gpuprefetch.images.joint import Promised
 from gpuprefetch.images.places import ViewPlace
 from gpuprefetch.images.ppm import to_ppm
-from gpuprefetch.images.recorded import Joint
+from gpuprefetch.images.recorded import CONVERSIONS, GEOMETRY, SAME_SIZE, Joint
 from gpuprefetch.lists.rgb import Modes
 from gpuprefetch.migrate.taken import BY_HAND, Takes
 
@@ -104,6 +104,7 @@ class Picture(_Attributes, Encoded):
         self._file = file
         self._is_rgb = is_rgb
         self._real: Image.Image | None = None
+        self._loads = False  # whether the dataset has had PIL decode the picture, by its own view
         self.touched = ""  # by which attribute first
         _sample.opened(self)
 
@@ -111,6 +112,9 @@ class Picture(_Attributes, Encoded):
     def __class__(self) -> type:  # what isinstance() goes by
         from PIL import Image
 
+        if not self._is_rgb:
+            with contextlib.suppress(*_BROKEN):
+                return type(self._opened())
         return Image.Image
 
     @property
@@ -136,6 +140,7 @@ class Picture(_Attributes, Encoded):
 
     def convert(self, mode: str | None = None, *options: object, **named: object) -> Any:
         if mode == "RGB" and not (self.touched or options or named):
+            self._loads = True
             return Picture(self._file, is_rgb=True)
         return self._changed("convert")(mode, *options, **named)
 
@@ -143,16 +148,27 @@ class Picture(_Attributes, Encoded):
         """Another picture: what is done to one of them is not done to the other."""
         if self.touched:
             return self._changed("copy")()
+        self._loads = True
         return Picture(self._file, is_rgb=self.mode == "RGB")
 
     def load(self) -> PixelAccess:
+        self._loads = True
         return PixelAccess(self)
 
     def getexif(self) -> Image.Exif:
-        """The metadata: a JPEG has them before its pixels, and PIL decodes others for them."""
-        if self.touched or self._opened().format not in _TELL_FIRST:
+        """The metadata: a JPEG has them before its pixels, and PIL decodes others for them.
+
+        A bad file has none, as its sample fails in decode.
+        """
+        try:
+            opened = self._opened()
+        except _BROKEN:
+            from PIL import Image
+
+            return Image.Exif()
+        if self.touched or opened.format not in _TELL_FIRST:
             return cast("Image.Exif", self._changed("getexif")())
-        return self._opened().getexif()
+        return opened.getexif()
 
     def close(self) -> None:
         pass
@@ -212,6 +228,8 @@ class Picture(_Attributes, Encoded):
         real = self._opened()
         if self._is_rgb and not self.touched:
             real = self._real = real.convert("RGB")
+        elif self._loads:
+            real.load()  # PIL has attributes that are of a loaded picture alone, such as im
         return real
 
     def _changed(self, name: str) -> Any:
@@ -231,6 +249,9 @@ class Picture(_Attributes, Encoded):
             if self._is_rgb and not self.touched:
                 with contextlib.suppress(*_BROKEN):  # it is told when the picture is used
                     real = real.convert("RGB")
+            elif self._loads:
+                with contextlib.suppress(*_BROKEN):
+                    real.load()
             vars(self).clear()
             vars(self).update(vars(real))
             vars(object)["__class__"].__set__(self, type(real))
@@ -321,7 +342,7 @@ class PixelAccess:
 _TELL_FIRST = ("JPEG", "MPO")  # their metadata, before their pixels
 _BROKEN = (OSError, ValueError, SyntaxError)  # as PIL has for a file that it cannot open
 # What a stand-in has besides the attributes of its picture.
-_OWN = frozenset({"_file", "_is_rgb", "_real", "touched"})
+_OWN = frozenset({"_file", "_is_rgb", "_loads", "_real", "touched"})
 
 
 # --- What its transform gave ---
@@ -335,6 +356,12 @@ class Unusable(Encoded):
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # what isinstance() goes by
         return torch.Tensor
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse_use(f".{name}")
+
+    def __array__(self, *args: object, **named: object) -> NoReturn:
+        _refuse_use("NumPy")
 
     @classmethod
     def __torch_function__(cls, *call: object, **named: object) -> NoReturn:
@@ -404,13 +431,6 @@ class LeftEncoded:
     def __init__(self, takes: Takes, transform: Callable[..., object] | None = None) -> None:
         self.takes = takes
         self.transform = transform
-        if transform is not None:
-            know_sizes()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self.transform is not None:
-            know_sizes()
 
     def __call__(self, *given: object, **named: object) -> object:
         if self.transform is not None and len(given) > 1 and not named:
@@ -471,15 +491,29 @@ def only_argument(given: Sequence[object], named: Mapping[str, object]) -> objec
 
 
 @functools.cache
-def know_sizes() -> None:
-    """Let torchvision's functions ask a picture for its size: its wrappers of datasets do."""
+def _know_functions() -> None:
+    """Let torchvision's v2 functions take a picture, as they go by its exact class.
+
+    They get the real one. Its size alone can be told without it.
+    """
     from torchvision.transforms.v2 import functional as F
     from torchvision.transforms.v2.functional import _utils
 
     def size(picture: Picture) -> list[int]:
         return picture.height_and_width()
 
+    def of_a_real_one(function: Callable[..., object]) -> Callable[..., object]:
+        def call(picture: Picture, *given: object, **named: object) -> object:
+            real = picture if picture._become_real() else picture.as_read()
+            return function(real, *given, **named)
+
+        return call
+
     _utils._register_kernel_internal(F.get_size, Picture)(size)
+    asked = ("get_dimensions", "get_num_channels")
+    for name in {*GEOMETRY, *SAME_SIZE, *asked} - {*CONVERSIONS}:
+        if (function := getattr(F, name, None)) is not None:
+            _utils._register_kernel_internal(function, Picture)(of_a_real_one(function))
 
 
 def _picture_of_tensor(given: torch.Tensor) -> Image.Image | torch.Tensor:
@@ -563,22 +597,25 @@ def has_result() -> bool:
 decodes = Messages()
 
 
-def read_sample(get: Callable[[], Sample], who: str, key: object) -> Sample:
+def read_sample(get: Callable[[], Sample], who: str, key: object, ways: str = TWO_WAYS) -> Sample:
     """A sample of a view, with an :class:`EncodedImage` for each result of its transform.
 
     Args:
         get: gives the sample. Views within views are asked in it.
         who: is asked, for messages.
         key: of the sample in its dataset.
+        ways: what to write in place of a dataset that is refused.
 
     Raises:
         UndecodedError: if its transform got no picture, or what it gave was touched.
     """
     if _sample.results is not None:
         return get()
+    if "torchvision.transforms.v2.functional" in sys.modules:  # else nobody can call them
+        _know_functions()
     with _opening, faults as messages, _sample.begun(key) as results:
         try:
-            sample = _shown(get, who, messages, results)
+            sample = _shown(get, who, ways, messages, results)
         finally:
             for picture in _kept_of(_sample.pictures):
                 if type(picture) is Picture:  # else a module got it, and it is real
@@ -593,6 +630,7 @@ def read_sample(get: Callable[[], Sample], who: str, key: object) -> Sample:
 def _shown(
     get: Callable[[], Sample],
     who: str,
+    ways: str,
     messages: list[str],
     results: list[Result | LaterView],
 ) -> Sample:
@@ -601,12 +639,12 @@ def _shown(
         sample = get()
     except Exception as error:
         if messages:
-            raise _refusal(who, messages) from error
+            raise _refusal(who, messages, ways) from error
         raise
     if messages:  # and the dataset has caught the error
-        raise _refusal(who, messages)
+        raise _refusal(who, messages, ways)
     if fault := _fault_of(sample, results):
-        raise UndecodedError(f"{who} {fault} {TWO_WAYS}")
+        raise UndecodedError(f"{who} {fault} {ways}")
     if not any(type(image) is Picture for image in select(sample, is_marked)):
         return sample
 
@@ -629,10 +667,10 @@ def _references(objects: Sequence[object]) -> list[int]:
 _ALONE = _references([object()])[0]
 
 
-def _refusal(who: str, messages: list[str]) -> UndecodedError:
+def _refusal(who: str, messages: list[str], ways: str) -> UndecodedError:
     message = f"{who}: {messages[0]}"
     told = message.endswith(IN_WORKERS) or BY_HAND in message
-    return UndecodedError(message if told else f"{message} {TWO_WAYS}")
+    return UndecodedError(message if told else f"{message} {ways}")
 
 
 def _fault_of(sample: Sample, made: list[Result | LaterView]) -> str:

@@ -311,11 +311,24 @@ def _check(images: object) -> None:
     if images.dim() != 4 or images.shape[1] not in (1, 3) or not kinds:
         raise TypeError(
             "PerImage takes (N, C, H, W) with 1 or 3 channels, uint8 or floating point in [0, 1], "
-            f"got {images.dtype} {tuple(images.shape)}. Add a dimension to one image, image[None]; "
-            "bring others to (N, C, H, W) by permute(0, 3, 1, 2)."
+            f"got {images.dtype} {tuple(images.shape)}. {_what_to_do_with(images)}"
         )
     if images.requires_grad:
         raise TypeError("PerImage gives no gradient of its images. Call it on images.detach().")
+
+
+def _what_to_do_with(images: torch.Tensor) -> str:
+    """What to write in place of images that are none of PerImage's."""
+    if images.dim() != 4:
+        return "Add a dimension to one image: image[None]."
+    if images.shape[1] in (1, 3):
+        return "Convert them: images.to(torch.uint8), or to floating point in [0, 1]."
+    if images.shape[-1] in (1, 3):
+        return "Bring them to (N, C, H, W): images.permute(0, 3, 1, 2)."
+    return (
+        "For other channels take kornia's op, as in K.RandomHorizontalFlip(), or call this one for "
+        "each image, from a function: lambda images: torch.stack([op(image) for image in images])."
+    )
 
 
 def _why_not(op: LibraryOp, recipe: Recipe) -> str:
