@@ -16,6 +16,7 @@ from gpuprefetch import BadImageError, DataPrefetcher, EncodedImage, RandomResiz
 from gpuprefetch.images import stage
 from gpuprefetch.images.decode import ImageDecoder, NvjpegDecoder
 from gpuprefetch.images.header import decode_cpu
+from gpuprefetch.transforms import launch
 
 BATCHES = 7  # of one small image each: Triton's interpreter is slow, and slower for more pixels
 
@@ -29,6 +30,7 @@ def as_on_a_gpu(request, large_tiles, constants):
         pytest.skip("Triton compiles: the GPU's tests do it")
     request.getfixturevalue("threaded")
     constants(stage, SUB_BATCH=4)
+    constants(launch, ROWS=16)
 
 
 class Joining(ImageDecoder):
@@ -80,7 +82,7 @@ def files():
     made = []
     for i in range(16):
         file = io.BytesIO()
-        Image.fromarray(draw_photo(16 + i, 16, seed=i)).save(file, "JPEG")
+        Image.fromarray(draw_photo(16 + i % 4, 16 + i // 4, seed=i)).save(file, "JPEG")
         made.append(file.getvalue())
     return made
 
@@ -107,7 +109,7 @@ class Workers(list):
 
 
 def prefetcher_of(loader, decoder, **options):
-    options = {"transforms": [RandomResizedCrop(8)], "seed": 3, "cpu_share": 0.0} | options
+    options = {"transforms": [RandomResizedCrop(16)], "seed": 3, "cpu_share": 0.0} | options
     return DataPrefetcher(loader, device="cpu", decoder=decoder, **options)
 
 
@@ -143,8 +145,8 @@ def assert_close(first, second):
 
 
 LISTS = {
-    "fused": [RandomResizedCrop(8)],
-    "policy": [RandomResizedCrop(8), v2.RandomHorizontalFlip(), v2.RandAugment()],
+    "fused": [RandomResizedCrop(16)],
+    "policy": [RandomResizedCrop(16), v2.RandomHorizontalFlip(), v2.RandAugment()],
 }
 
 
@@ -231,7 +233,7 @@ def test_an_error_of_a_transform_is_that_of_its_batch(files):
 
     numbers = []
     prefetcher = prefetcher_of(
-        batches_of(files), Joining(), transforms=[RandomResizedCrop(8), check]
+        batches_of(files), Joining(), transforms=[RandomResizedCrop(16), check]
     )
     seen = []
     with pytest.raises(ValueError, match="the fifth batch"):
@@ -253,7 +255,7 @@ def test_an_epoch_that_has_failed_keeps_no_batch_of_its_last_call(files):
 
     seen = []
     batches = iter(
-        prefetcher_of(batches_of(files), Noting(), transforms=[RandomResizedCrop(8), check])
+        prefetcher_of(batches_of(files), Noting(), transforms=[RandomResizedCrop(16), check])
     )
     with pytest.raises(ValueError, match="the fourth batch"):
         while True:
@@ -278,7 +280,7 @@ def test_a_picture_that_is_skipped_is_decoded_once_more(files):
 
 def test_batches_of_other_things_are_prepared_alone(files):
     loader = batches_of(files)
-    loader[4] = (torch.zeros(1, 3, 8, 8), torch.zeros(1))
+    loader[4] = (torch.zeros(1, 3, 16, 16), torch.zeros(1))
     several, _ = run(loader, Joining())
     assert_same(several[:4] + several[5:], alone(files)[:4] + alone(files)[5:])
 
@@ -291,7 +293,7 @@ def test_tensors_are_not_made_ready_in_advance(files):
         def __iter__(self):
             for number in range(12):
                 asked.append(number)
-                yield torch.full((1, 3, 8, 8), float(number))
+                yield torch.full((1, 3, 16, 16), float(number))
 
     iterator = iter(prefetcher_of(Numbers(), Joining(), transforms=[]))
     next(iterator)
