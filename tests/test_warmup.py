@@ -157,7 +157,7 @@ def folder(tmp_path):
     """Four photos, in a folder of the test's own."""
     (tmp_path / "a").mkdir()
     for number in range(4):
-        photo = encode_jpeg(draw(20 + number, 24, seed=number))
+        photo = encode_jpeg(draw(16 + number, 16, seed=number))
         (tmp_path / "a" / f"{number}.JPG").write_bytes(photo)
     return EncodedImageFolder(tmp_path)
 
@@ -165,7 +165,7 @@ def folder(tmp_path):
 def folder_of_pngs(root):
     (root / "a").mkdir()
     for number in range(4):
-        (root / "a" / f"{number}.png").write_bytes(encode(draw(20, 24, seed=number), "PNG"))
+        (root / "a" / f"{number}.png").write_bytes(encode(draw(16, 16, seed=number), "PNG"))
     return root
 
 
@@ -233,7 +233,7 @@ def test_threads_that_begin_at_once_prepare_once(spans, library):
     assert min(ended) > max(spans.all["nvjpeg"][0][1], spans.all["triton"][0][1])
 
 
-@pytest.mark.usefixtures("noted_triton", "threaded")
+@pytest.mark.usefixtures("noted_triton", "threaded", "large_tiles")
 @pytest.mark.parametrize("what", ["tensors", "pngs", "share", "decoder"])
 def test_who_needs_no_nvjpeg_pays_nothing(library, spans, folder, tmp_path_factory, what):
     if what == "tensors":
@@ -352,6 +352,7 @@ def test_the_kernel_that_is_compiled_is_the_one_that_is_launched(
         assert specialized(launched) == specialized(arguments)
 
 
+@pytest.mark.usefixtures("large_tiles")
 def test_without_another_thread_triton_waits_for_its_launch(library, folder, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")
