@@ -311,8 +311,11 @@ DURING = [(leave, True), (keep_state, True), (number_next, True), (draw, True)]
 DURING += [(leave, False), (keep_state, False), (validate, False), (replace_a_sample, False)]
 
 
-def seen_during(dataset, persistent, during, **options):
-    """What a loop sees that does something in its last batches, and ends there if that is true."""
+def seen_during(dataset, persistent, during, *, pause=0.0, **options):
+    """What a loop sees that does something in its last batches, and ends there if that is true.
+
+    Before these it waits for ``pause`` seconds.
+    """
     torch.manual_seed(5)
     prefetcher = prefetcher_of(dataset, persistent, pin_memory=True, **options)
     batches = []
@@ -321,7 +324,7 @@ def seen_during(dataset, persistent, during, **options):
         for number, (images, targets) in enumerate(prefetcher):
             batches.append((images.clone(), targets))
             if number == 2:
-                time.sleep(0.1)  # the workers read what is left meanwhile
+                time.sleep(pause)
             if number == LATE and during(prefetcher, epoch):
                 break
         states.append(torch.get_rng_state())
@@ -331,8 +334,10 @@ def seen_during(dataset, persistent, during, **options):
 @pytest.mark.usefixtures("pinning", "threaded")
 @pytest.mark.parametrize(("during", "persistent"), DURING)
 def test_a_loop_sees_the_same_of_what_it_does_in_its_last_batches(photos, persistent, during):
-    ahead = seen_during(EncodedImageFolder(photos), persistent, during)
-    assert_same(ahead, seen_during(Own(photos), persistent, during))
+    # The workers read what is left in the pause.
+    ahead = seen_during(EncodedImageFolder(photos), persistent, during, pause=0.1)
+    # Nothing is read ahead of time here, by however many workers.
+    assert_same(ahead, seen_during(Own(photos), persistent, during, num_workers=1))
 
 
 @pytest.mark.usefixtures("pinning", "threaded")
