@@ -244,7 +244,14 @@ def suite_of(folder, files, *words):
     return code, content, counts, results
 
 
+@pytest.fixture
+def few_plugins(monkeypatch):
+    """The processes of a suite import pytest's plugins, of which these tests need none."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("few_plugins")
 def test_the_suites_result_is_a_file(tmp_path):
     code, content, counts, results = suite_of(tmp_path, SOME)
     assert code == 0
@@ -256,6 +263,7 @@ def test_the_suites_result_is_a_file(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("few_plugins")
 def test_whatever_is_wrong_with_a_test_file_fails_the_suite(tmp_path):
     code, _, counts, results = suite_of(tmp_path, BAD)
     assert code == 1
