@@ -1005,6 +1005,12 @@ NOT_MOVED = {
         TypeError,
         r"parity take a DataLoader, .*Build one of it",
     ),
+    "a list": (
+        accelerate,
+        lambda folder: [1, 2],
+        TypeError,
+        r"got list\. Build one .*write DataPrefetcher\(batches, transforms=",
+    ),
 }
 
 
@@ -1224,6 +1230,8 @@ def test_explain_says_what_is_fused_and_why_the_rest_is_not():
     assert "sizes as they came" in explain([K.RandomErasing()])  # photos, or a batch of tensors
     with pytest.raises(TypeError, match="takes a list of modules and callables, got int"):
         explain(1)
+    with pytest.raises(TypeError, match=r"got the dataset Subset. Write explain\(DataLoader"):
+        explain(Subset([], []))
     assert "uint8 (N, 3, 9, 9)" in explain(
         v1.Compose([v1.CenterCrop(9), v1.RandAugment(), v1.ToTensor()])
     )

@@ -930,7 +930,10 @@ def test_pictures_of_all_kinds_become_real(paths, tmp_path):
     assert kept[-1].tobytes() == changed.tobytes()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+HELPED = pytest.param(1, marks=pytest.mark.forks("a lambda is not sent to a worker"))
+
+
+@pytest.mark.parametrize("workers", [0, HELPED])
 @pytest.mark.parametrize("before", [False, True])
 def test_a_dataset_may_keep_its_pictures(paths, workers, before):
     """They are files the first time, and pixels from then on."""

@@ -143,6 +143,7 @@ def test_wherever_a_function_finds_its_pipeline(name):
     assert moved.decodes_files and "decode by" not in moved.describe()
 
 
+@pytest.mark.forks("a function within a function is not sent to a worker")
 def test_workers_and_subsets():
     dataset = with_function(RANDOM)
     options = {"device": "cpu", "print_plan": False, "seed": 5}

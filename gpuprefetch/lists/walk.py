@@ -246,7 +246,8 @@ def _checked(transforms: Transforms) -> list[Transform]:
     given = opened(transforms)
     if not isinstance(given, Sequence | None):
         raise TypeError(
-            f"transforms takes a list of modules and callables, got {type(given).__name__}."
+            f"transforms takes a list of modules and callables, got {type(given).__name__}. "
+            "Write transforms=[RandomResizedCrop(224), v2.RandomHorizontalFlip()]."
         )
     ops = [*(given or ())]
     if any(isinstance(op, Views) for op in ops):

@@ -3,7 +3,7 @@
 from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from gpuprefetch.core.errors import text_of
 from gpuprefetch.core.report import Text, columns
@@ -53,6 +53,11 @@ def explain(
     if isinstance(given, DataPrefetcher):
         plan = [given.describe(), ""] if isinstance(given, Accelerated) else []
         return Text("\n".join([*plan, *_of_prefetcher(given)]))
+    if isinstance(given, Dataset):
+        raise TypeError(
+            f"explain takes transforms or a loader, got the dataset {type(given).__name__}. Write "
+            "explain(DataLoader(dataset, batch_size=...)), or explain(dataset.transform)."
+        )
     lists = lists_of(given)
     if len(lists) > 1:
         return Text("\n".join(map(explain, lists)))

@@ -86,7 +86,10 @@ def folders_of(loader: object) -> list[Folder]:
 
 def _no_loader(given: object) -> TypeError:
     name = type(given).__name__
-    hint = ""
+    hint = (
+        " Build one of a map-style dataset: DataLoader(dataset, batch_size=...). For batches from "
+        "elsewhere write DataPrefetcher(batches, transforms=[...])."
+    )
     if isinstance(given, DataPrefetcher):
         name = DataPrefetcher.__name__
         hint = " Pass the DataLoader that it was made from."
