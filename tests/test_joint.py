@@ -339,6 +339,18 @@ def test_it_is_what_the_plain_loader_gives(root, name):
         assert (images.double() - want.double()).abs().max() <= level
 
 
+def test_a_constant_that_no_trial_had_is_refused(root):
+    def transform(image, mask):
+        mean = 0.4 if image.width > image.height else 0.6  # the first picture is wide
+        return F.normalize(END(image.resize((40, 40))), [mean] * 3, [0.5] * 3), torch.zeros(1)
+
+    prefetcher = moved(DataLoader(Scenes(root, transform), 1))
+    batches = iter(prefetcher)
+    next(batches)
+    with pytest.raises(ValueError, match=r"1\.jpg' what it did to no sample on trial"):
+        next(batches)
+
+
 def test_floats_that_are_not_scaled_move(root):
     pipeline = v2.Compose([v2.Resize((40, 50)), v2.ToImage(), v2.ToDtype(torch.float32)])
 

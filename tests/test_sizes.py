@@ -489,12 +489,21 @@ def test_pictures_are_turned_before_they_get_a_size(decoder):
         assert (got - want).abs().max() <= 1.1 / 255
 
 
-def test_a_function_that_joins_images_is_told_how_it_is_called():
-    def twice(images):
-        return torch.cat([images, images])
+def twice(images):
+    return torch.cat([images, images])
 
-    with pytest.raises(ValueError, match=r"twice returned .* each is transformed alone"):
-        preprocess(FILES, [v2.Resize(24), twice], device="cpu")
+
+def gray(images):
+    return images.float().mean(1)
+
+
+@pytest.mark.parametrize("function", [twice, gray])
+def test_a_function_that_gives_no_batch_of_one_is_told_how_it_is_called(function):
+    with pytest.raises(ValueError, match=r"returned .* each is transformed alone"):
+        preprocess(FILES, [v2.Resize(24), function], device="cpu")
+
+
+def test_a_function_gets_each_image_alone():
     seen = []
     preprocess(FILES, [v2.Resize(24), lambda x: seen.append(x.shape[0]) or x], device="cpu")
     assert seen == [1] * len(FILES)
