@@ -718,6 +718,27 @@ def test_an_image_that_is_not_made_yet_is_in_no_file(paths, tmp_path):
     assert_same_batches(DataLoader(dataset, 3), DataLoader(Own(paths, READS["Image.open"]), 3))
 
 
+class Unchanged(Own):
+    """Its transform is not called."""
+
+    def __getitem__(self, index):
+        return self.read(self.paths[index]), index
+
+
+NO_IMAGES = {
+    "a number": (len, r"__getitem__ gave no image\. Two ways work"),
+    "a picture": (within_a_with, r"\(0\) gave a picture that its transform did not get\. Two ways"),
+    "a tensor": (lambda path: torch.zeros(3, 32, 32), r"\(0\) gave an image that is transformed"),
+}
+
+
+@pytest.mark.parametrize("name", NO_IMAGES)
+def test_a_dataset_that_calls_no_transform_is_refused(paths, name):
+    read, text = NO_IMAGES[name]
+    with pytest.raises((TypeError, UndecodedError), match=f"Unchanged.*{text}"):
+        accelerate(DataLoader(Unchanged(paths, read), 4), **CPU)
+
+
 # --- wrappers -----------------------------------------------------------------------------------
 
 
