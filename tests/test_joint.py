@@ -322,6 +322,7 @@ MOVED = {
     "Normalize, then a flip": v2.Compose(
         [END, v2.Normalize([0.5] * 3, [1.0] * 3), v2.RandomHorizontalFlip(0.0)]
     ),
+    "a fill for floats": v2.Compose([END, v2.Pad((0, 3, 4, 0), fill=0.5)]),
     "weak noise": v2.Compose([END, v2.GaussianNoise(sigma=1e-5)]),
 }
 

@@ -198,6 +198,23 @@ def test_padding_has_a_color(kernel_device, dtype):
     assert torch.equal(result[0, :, -1, -1], result[0, :, 0, 0])
 
 
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("sides", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)])
+def test_padding_at_one_side(kernel_device, sides):
+    """A launch that leaves nothing to padding does not look for it."""
+    image = picture(6, 9)
+    rows = [
+        (-before, 1, 0, length, before, before + length)
+        for length, before in zip((6, 9), sides[::2], strict=True)
+    ]
+    size = (6 + sides[0] + sides[1], 9 + sides[2] + sides[3])
+    images, sampling = batch([(image, *rows)], kernel_device)
+    (result,) = launch(images, sampling, size, fill=(9.0, 200.0, 77.0), dtype=torch.uint8)
+    want = torch.tensor([9, 200, 77], dtype=torch.uint8).view(3, 1, 1).repeat(1, *size)
+    want[:, sides[0] : sides[0] + 6, sides[2] : sides[2] + 9] = image
+    assert torch.equal(result, want)
+
+
 def test_the_twin_of_results_of_their_own_sizes():
     sizes = [(4, 16), (1, 1), (33, 2)]
     images = [picture(8, 9, seed=seed) for seed in range(3)]
