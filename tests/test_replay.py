@@ -378,6 +378,20 @@ NOT_REPLAYED = {
         ValueError,
         "a map-style dataset",
     ),
+    "samples that are not batched": (
+        lambda folder: after(
+            ALL, prefetcher_of(Numbered(folder), batch_size=None, shuffle=False, transforms=None)
+        ),
+        (0,),
+        ValueError,
+        "making batches of a map-style dataset",
+    ),
+    "batches in any order": (
+        lambda folder: prefetcher_of(Numbered(folder), num_workers=2, in_order=False),
+        (0,),
+        ValueError,
+        "a map-style dataset in order",
+    ),
     "a list of batches": (
         lambda folder: DataPrefetcher([torch.ones(2)], device="cpu"),
         (0,),
