@@ -223,7 +223,7 @@ SOME = {
     "skips": "import pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_a(): pass\n",
 }
 BAD = {
-    "fails": "def test_a(): assert 1 == 2\ndef test_b(): pass\n",
+    "fails": "def test_a(tmp_path): assert tmp_path == 2\ndef test_b(): pass\n",
     "dies": "import os\ndef test_a(): os._exit(3)\n",
     "no_test": "x = 1\n",
     "broken": "import nothing_of_that_name\n",
@@ -270,6 +270,8 @@ def test_whatever_is_wrong_with_a_test_file_fails_the_suite(tmp_path):
     assert {name: found[1] for name, found in counts.items()} == dict.fromkeys(BAD, 1)
     assert counts["fails"] == (1, 1, 0)
     assert "exit code 3" in results["test_dies.py"]["failures"][0]
+    (failure,) = results["test_fails.py"]["failures"]
+    assert failure.startswith("test_a: AssertionError: assert PosixPath('PATH') == 2")
     # The results of the others are kept.
     hangs = {"hangs": "import time\ndef test_a(): time.sleep(100)\n"}
     words = "--go-on --only test_hangs --timeout 2".split()

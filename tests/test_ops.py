@@ -24,7 +24,7 @@ ARGUMENTS = {
     "CONTRAST": [[1.5], [0.3]],
     "SATURATION": [[1.9], [0.2]],
     "HUE": [[0.2], [-0.5]],
-    "POSTERIZE": [[0], [3], [8]],
+    "POSTERIZE": [[3], [8], [0]],
     "SOLARIZE": [[100.5], [256]],
     "SOLARIZE_ADD": [[110, 128], [20, 200]],
     "GRAYSCALE": [[]],

@@ -43,6 +43,9 @@ def explain(
         anew. For what ``accelerate`` gave, or a ``DataLoader``, the plan that ``accelerate`` prints
         comes first, or why it would refuse that loader.
 
+    Raises:
+        TypeError: for a dataset, or what is no transform, with what to write.
+
     Example:
         >>> print(explain([gpuprefetch.RandomResizedCrop(224), K.RandomHorizontalFlip(), blur]))
         >>> print(explain(loader))  # what accelerate(loader) would do

@@ -13,6 +13,7 @@ whether a test failed.
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -71,12 +72,18 @@ def read(path: Path) -> Report:
         for part in case:
             if part.tag in ("failure", "error"):
                 outcome = "failed"
-                report.failures.append(f"{case.get('name')}: {part.get('message', '')[:200]}")
+                message = without_paths(part.get("message", ""))[:200]
+                report.failures.append(f"{case.get('name')}: {message}")
             elif part.tag == "skipped":
                 outcome = "skipped"
                 report.reasons[part.get("message", "")[:120]] += 1
         report.counts[outcome] += 1
     return report
+
+
+def without_paths(message: str) -> str:
+    """A message without the temporary folders that it names, which are of one machine."""
+    return re.sub(re.escape(tempfile.gettempdir()) + r"[^\s'\"),]*", "PATH", message)
 
 
 def environment(args: argparse.Namespace, number: int) -> dict[str, str]:
@@ -124,7 +131,7 @@ def run(file: Path, marker: str, args: argparse.Namespace, number: int = 0) -> R
     known = (0, NOTHING_COLLECTED)
     if done is None or (done.returncode not in known and not report.counts["failed"]):
         report.counts["failed"] += 1
-        report.failures.append(" | ".join([ending, *lines])[:600])
+        report.failures.append(without_paths(" | ".join([ending, *lines]))[:600])
     return report
 
 
