@@ -10,7 +10,6 @@ import threading
 import time
 from collections import namedtuple
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -280,18 +279,6 @@ def test_workers_end_with_the_epoch_where_no_thread_can_watch_them(photos, monke
 LATE = COUNT // 2 - 2  # the last batch but one, of two samples each
 
 
-@pytest.fixture
-def pinning(monkeypatch):
-    """``pin_memory=True`` has its thread: only then it is known which batches have come."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-        monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *to: tensor.clone())
-        refuses = SimpleNamespace(cudaHostRegister=lambda *slab: 1)
-        monkeypatch.setattr(torch.cuda, "cudart", lambda: refuses)
-
-
 def leave(prefetcher, epoch):
     return epoch == 1
 
@@ -317,7 +304,7 @@ def seen_during(dataset, persistent, during, *, pause=0.0, **options):
     Before these it waits for ``pause`` seconds.
     """
     torch.manual_seed(5)
-    prefetcher = prefetcher_of(dataset, persistent, pin_memory=True, **options)
+    prefetcher = prefetcher_of(dataset, persistent, **options)
     batches = []
     states = []
     for epoch in range(4):
@@ -331,7 +318,7 @@ def seen_during(dataset, persistent, during, *, pause=0.0, **options):
     return batches, states
 
 
-@pytest.mark.usefixtures("pinning", "threaded")
+@pytest.mark.usefixtures("threaded")
 @pytest.mark.parametrize(("during", "persistent"), DURING)
 def test_a_loop_sees_the_same_of_what_it_does_in_its_last_batches(photos, persistent, during):
     # The workers read what is left in the pause.
@@ -340,10 +327,10 @@ def test_a_loop_sees_the_same_of_what_it_does_in_its_last_batches(photos, persis
     assert_same(ahead, seen_during(Own(photos), persistent, during, num_workers=1))
 
 
-@pytest.mark.usefixtures("pinning", "threaded")
+@pytest.mark.usefixtures("threaded")
 def test_an_error_of_the_last_batches_comes_in_its_place(photos, tmp_path):
     root = shutil.copytree(photos, tmp_path / "photos")
-    options = {"shuffle": False, "pin_memory": True}
+    options = {"shuffle": False}
     prefetcher = prefetcher_of(EncodedImageFolder(root), True, **options)
     path = Path(prefetcher.dataset.samples[-1][0])
     data = path.read_bytes()
@@ -360,13 +347,13 @@ def noisy(images):
     return images + torch.rand(1, device=images.device)
 
 
-@pytest.mark.usefixtures("pinning", "threaded")
+@pytest.mark.usefixtures("threaded")
 @pytest.mark.parametrize("persistent", [True, False])
 def test_the_last_batches_keep_the_seed_of_their_epoch(photos, persistent):
     seen = []
     for dataset in (EncodedImageFolder(photos), Own(photos)):
         torch.manual_seed(5)
-        loader = loader_of(dataset, persistent, prefetch_factor=3, pin_memory=True)
+        loader = loader_of(dataset, persistent, prefetch_factor=3)
         prefetcher = DataPrefetcher(loader, transforms=[RandomResizedCrop(16), noisy])
         batches = []
         for number, (images, targets) in enumerate(prefetcher):
@@ -378,9 +365,9 @@ def test_the_last_batches_keep_the_seed_of_their_epoch(photos, persistent):
     assert_same(*seen)
 
 
-@pytest.mark.usefixtures("pinning", "threaded")
+@pytest.mark.usefixtures("threaded")
 def test_the_last_batches_come_where_the_next_epoch_has_no_samples(photos):
-    options = {"prefetch_factor": 3, "pin_memory": True}
+    options = {"prefetch_factor": 3}
     prefetcher = prefetcher_of(EncodedImageFolder(photos), True, **options)
     samples = [*prefetcher.dataset.samples]
     for number, _ in enumerate(prefetcher):
