@@ -228,7 +228,7 @@ class DataPrefetcher:
         self._advice = Advice(loader, self.device, chosen=device is not None)
         self._progress = Progress(kind(loader))  # before a sampler makes its generator
         self._notes = Notebook()
-        self._workers = LivingWorkers()
+        self._workers = LivingWorkers(loader)
         self._manual = OneByOne()
         self._beginning = threading.RLock()  # one thread at a time begins an epoch
 
@@ -675,9 +675,8 @@ class DataPrefetcher:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(
-            state, _workers=LivingWorkers(), _manual=OneByOne(), _beginning=threading.RLock()
-        )
+        vars(self).update(state, _manual=OneByOne(), _beginning=threading.RLock())
+        self._workers = LivingWorkers(self._loader)
 
     def __repr__(self) -> str:
         words = [f"device={str(self.device)!r}"]

@@ -245,6 +245,46 @@ def test_workers_of_a_validation_that_start_once_are_not_expected_again(photos, 
     assert len([*train]) == 6
 
 
+def shuffled_validation(root, persistent):
+    return prefetcher_of(EncodedImageFolder(root), persistent)
+
+
+def validation_in_order(root, persistent):
+    return prefetcher_of(EncodedImageFolder(root), persistent, shuffle=False)
+
+
+def validation_that_has_begun(root, persistent):
+    validation = validation_in_order(root, persistent)
+    assert len([*validation]) == 6
+    return validation
+
+
+KINDS = [shuffled_validation, validation_in_order, validation_that_has_begun]
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_validation_is_foreseen(photos, tmp_path, kind, persistent):
+    root = shutil.copytree(photos, tmp_path / "photos")
+    validation = kind(photos, persistent)
+    train = prefetcher_of(EncodedImageFolder(root), persistent, prefetch_factor=3)
+    assert len([*train]) == len([*validation]) == 6
+    time.sleep(0.3)  # the workers read 6 batches meanwhile
+    shutil.rmtree(root)
+    assert len([*train]) == 6
+
+
+def test_the_same_photos_in_another_loader_are_no_validation(photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / "photos")
+    train = prefetcher_of(EncodedImageFolder(root), True, prefetch_factor=3)
+    other = train.over(train.wrapped)
+    again = DataPrefetcher(loader_of(train.dataset, True))
+    assert len([*train]) == 6
+    time.sleep(0.3)  # the workers read 6 batches meanwhile
+    shutil.rmtree(root)
+    assert len([*train]) == len(other) == len(again)
+
+
 def test_workers_live_on_where_nothing_can_have_changed(photos):
     prefetcher = prefetcher_of(EncodedImageFolder(photos), persistent=False)
     found = set()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
 )
 
 from gpuprefetch.core.loaders import TorchLoader, length_of
+from gpuprefetch.core.nested import Loader
 
 Facts: TypeAlias = dict[str, object]
 # Seeds that samplers and loaders may draw between two epochs: those of validation, for one.
@@ -44,19 +47,50 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
     return int(seed.item())
 
 
-@dataclass
 class Starts:
-    """Counts the loaders of this process whose persistent workers have started.
+    """The loaders of this process, by the seeds that each draws as its next epoch begins.
 
-    Each draws a seed from torch's default generator then, and none later on. So a validation with
-    such a loader draws one more before the second epoch than before any other.
+    A loader draws one from torch's default generator as its workers start, and persistent workers
+    start once. So a validation with such a loader draws one more before the second epoch than
+    before any other. What a loop does between two epochs is not known before it has done it once:
+    another loader is a validation's then.
+
+    Attributes:
+        count: the loaders whose persistent workers have started.
     """
 
-    count: int = 0
+    def __init__(self) -> None:
+        self.count = 0
+        # Those that are still to draw, and how many seeds, in the order in which they were made.
+        # The list is never changed, but replaced: threads read it.
+        self._to_draw: list[tuple[weakref.ref[TorchLoader], int]] = []
 
-    def note(self, loader: TorchLoader) -> None:
-        """Count a loader whose first iterator is about to be made."""
+    def made(self, loader: Loader) -> None:
+        """Note a loader that will be iterated."""
+        if isinstance(loader, DataLoader) and loader.generator is None:
+            sampler = loader.sampler
+            seeds = 1 + (type(sampler) is RandomSampler and sampler.generator is None)
+            self._to_draw = [*self._without(loader), (weakref.ref(loader), seeds)]
+
+    def begins(self, loader: TorchLoader) -> None:
+        """Count a loader whose first iterator is about to be made, with persistent workers."""
         self.count += loader.generator is None
+        self._to_draw = self._without(loader)
+
+    def _without(self, loader: TorchLoader) -> list[tuple[weakref.ref[TorchLoader], int]]:
+        others = [(made, seeds) for made, seeds in self._to_draw if made() is not loader]
+        return [(made, seeds) for made, seeds in others if made() is not None]
+
+    def expected(self, loader: TorchLoader) -> int:
+        """The seeds that a validation is to draw between the first two epochs of a loader.
+
+        It is the first other loader, over another dataset, that is still to draw one.
+        """
+        for made, seeds in self._to_draw:
+            other = made()
+            if other is not None and other.dataset is not loader.dataset:
+                return seeds
+        return 0
 
 
 STARTS = Starts()

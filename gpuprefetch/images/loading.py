@@ -39,7 +39,7 @@ from gpuprefetch.images.steady import Steady
 #   - The order is drawn from copies of torch's generator and of the sampler (Forecast). When the
 #     epoch begins, it counts only if the same would be drawn then. Seeds that a loop draws between
 #     two epochs, as for a validation, are counted once and expected after that, but for those of
-#     persistent workers that start.
+#     persistent workers that start. Before, they are those of another loader, if there is one.
 #   - Seed and number of the epoch, the sampler, the loader and the list of samples are compared
 #     with what they were. If any has changed, the batches are dropped, and it begins as ever.
 #     If it is only the order, or the number, workers that live on begin once more with that one.
@@ -246,7 +246,8 @@ class LivingWorkers:
     their samples are known, and for :data:`IDLE_SECONDS` at most.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loader: Loader) -> None:
+        STARTS.made(loader)
         self._loader: TorchLoader | None = None
         self._packer: Packer | None = None  # of its workers
         self._epoch: weakref.ref[Lookahead] | None = None  # the latest
@@ -257,7 +258,8 @@ class LivingWorkers:
         self._idle_from = 0.0  # when workers that live on have begun to wait for an epoch
         self._is_watched = False  # whether a thread ends them if they wait in vain
         self._misses = 0  # epochs in a row that were not the one that was begun
-        self._draws = 0  # seeds that were drawn between the latest two epochs
+        # Seeds that were drawn between the latest two epochs; None before the second.
+        self._draws: int | None = None
         stay_here(self)
 
     def leave_to_parent(self) -> object:
@@ -317,7 +319,7 @@ class LivingWorkers:
                 living = _shared(packer, seed, epoch)
                 self._packer = living
                 self._loader = with_packing(loader, living)
-                STARTS.note(loader)
+                STARTS.begins(loader)
             living.origin.set(seed, epoch)
             return Begun(self._loader, replace(packer, origin=living.origin))
         dataset = None if anew else kept_for(loader, packer)
@@ -355,7 +357,8 @@ class LivingWorkers:
         if dataset is None:
             return
         advances = getattr(loader.sampler, "epoch", None) == epoch - 1
-        forecast = Forecast.of(loader, draws=self._draws, advances=advances, starts_workers=kept)
+        draws = STARTS.expected(loader) if self._draws is None else self._draws
+        forecast = Forecast.of(loader, draws=draws, advances=advances, starts_workers=kept)
         if forecast is None:
             return
         now = Begun(clone, begun.packer, kept, dataset, _options(loader))
