@@ -33,7 +33,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, accelerate
-from gpuprefetch.core.forecast import Forecast, draws_since
+from gpuprefetch.core.forecast import STARTS, Forecast, draws_since
 from gpuprefetch.images import loading
 from gpuprefetch.images.steady import Steady
 
@@ -77,6 +77,12 @@ def photos(tmp_path_factory):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(encode(draw_picture(20 + i, 24, seed=i), "JPEG"))
     return root
+
+
+@pytest.fixture(autouse=True)
+def no_loaders_of_other_tests():
+    """Other tests leave loaders behind, which would count as those of a validation."""
+    STARTS.shown()
 
 
 @pytest.fixture(autouse=True)
@@ -283,6 +289,19 @@ def test_the_same_photos_in_another_loader_are_no_validation(photos, tmp_path):
     time.sleep(0.3)  # the workers read 6 batches meanwhile
     shutil.rmtree(root)
     assert len([*train]) == len(other) == len(again)
+
+
+def test_a_loader_that_an_earlier_loop_did_not_begin_is_no_validation(photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / "photos")
+    spare = prefetcher_of(EncodedImageFolder(photos), True)
+    first = prefetcher_of(EncodedImageFolder(photos), True)
+    for _ in range(2):
+        assert len([*first]) == 6
+    second = prefetcher_of(EncodedImageFolder(root), True, prefetch_factor=3)
+    assert len([*second]) == 6
+    time.sleep(0.3)  # the workers read 6 batches meanwhile
+    shutil.rmtree(root)
+    assert len([*second]) == len(spare)
 
 
 def test_workers_live_on_where_nothing_can_have_changed(photos):

@@ -53,7 +53,7 @@ class Starts:
     A loader draws one from torch's default generator as its workers start, and persistent workers
     start once. So a validation with such a loader draws one more before the second epoch than
     before any other. What a loop does between two epochs is not known before it has done it once:
-    another loader is a validation's then.
+    until then another loader counts as that of its validation.
 
     Attributes:
         count: the loaders whose persistent workers have started.
@@ -80,6 +80,10 @@ class Starts:
     def _without(self, loader: TorchLoader) -> list[tuple[weakref.ref[TorchLoader], int]]:
         others = [(made, seeds) for made, seeds in self._to_draw if made() is not loader]
         return [(made, seeds) for made, seeds in others if made() is not None]
+
+    def shown(self) -> None:
+        """Forget the loaders that are there: a loop has shown which of them it validates with."""
+        self._to_draw = []
 
     def expected(self, loader: TorchLoader) -> int:
         """The seeds that a validation is to draw between the first two epochs of a loader.

@@ -396,6 +396,8 @@ class LivingWorkers:
             if waiting is None:
                 return None
             if waiting.ahead is not None:
+                if self._draws is None:
+                    STARTS.shown()
                 self._draws = waiting.ahead.forecast.draws_again()
             begun = waiting.begun
             own = not loader.persistent_workers or begun.loader is self._loader
