@@ -17,7 +17,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 COLUMNS = 4
 DRAWS = 7
-TILE = (200, 150)  # width and height; a README is 830 pixels wide
+TILE = (200, 128)  # width and height; a README is 830 pixels wide
 GAP = 10
 CAPTION = 30
 LETTERS = 23  # on a phone's 390 pixels, 11
