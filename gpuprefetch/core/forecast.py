@@ -68,7 +68,7 @@ class Starts:
     def made(self, loader: Loader) -> None:
         """Note a loader that will be iterated."""
         if isinstance(loader, DataLoader) and loader.generator is None:
-            sampler = loader.sampler
+            sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
             seeds = 1 + (type(sampler) is RandomSampler and sampler.generator is None)
             self._to_draw = [*self._without(loader), (weakref.ref(loader), seeds)]
 
