@@ -441,10 +441,15 @@ for workers in (0, 1):
     del iterator
     nothing_left()
 
-# Two at once, in threads.
-seen = {}
+# Two at once, in threads. From Python 3.12 on filelock, which torch's compiler imports, refuses a
+# fork beside another thread's, so that their workers start one after the other.
+seen = {"a": [], "b": []}
+starting = threading.Lock()
 def consume(name, prefetcher):
-    seen[name] = [int(t[0]) for _ in range(2) for _, t in prefetcher]
+    for _ in range(2):
+        with starting:
+            batches = iter(prefetcher)
+        seen[name] += [int(t[0]) for _, t in batches]
 threads = [threading.Thread(target=consume, args=(n, prefetcher_of(Files(), 1))) for n in "ab"]
 for thread in threads:
     thread.start()
