@@ -300,6 +300,25 @@ def test_a_loader_over_files_has_a_column_of_accelerate(photo_folder):
     assert json.loads(json.dumps(report.as_dict()))["moved"]["step_ms"] == report.moved.step_ms
 
 
+def test_a_model_that_bounds_the_loop_is_not_said_to_gain_from_accelerate(photo_folder):
+    ops = [v2.RandomResizedCrop(16), v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
+    loader = DataLoader(ImageFolder(photo_folder, v2.Compose(ops)), batch_size=4)
+    latest = [time.perf_counter()]
+    pauses = []
+
+    def step(batch):
+        # It takes no step while accelerate's loader runs alone. After that the machine is faster.
+        pauses.append(time.perf_counter() - latest[0] > 0.25)
+        time.sleep(0.01 if any(pauses[1:]) else 0.1)
+        latest[0] = time.perf_counter()
+
+    report = doctor(loader, step, device="cpu", seconds=0.3)
+    assert report.bound == "model" and not report.changes
+    (moved,) = report.tried
+    assert moved.gain > 2
+    assert sum("doctor(loader, step, seconds=0.9)" in note for note in report.notes) == 1
+
+
 def test_the_picture_has_the_time_of_each_thread(tmp_path):
     found = _doctor.Diagnosis("CPU decode", 400.0, 500.0, 10.0, 6.0, 0.0, 0.25)
     moved = _doctor.Diagnosis("model", 1000.0, 2000.0, 4.0, 0.0, 0.0, 0.0)

@@ -52,7 +52,7 @@ BOUNDS = {
     "cores": (
         "bound by cores: the model and the workers share {cores} cores, and the step is slower "
         "beside them than alone.",
-        "more cores, fewer workers, or decoding on a GPU may help.",
+        "more cores, or decoding on a GPU may help.",
     ),
     "transfer": (
         "bound by transfer: the loop waits for copies to the device.",
@@ -361,9 +361,10 @@ class _Clinic:
             gain = moved.images_per_second / found.images_per_second
             tried.append(Change("accelerate(loader)", moved.images_per_second, gain))
             tried.sort(key=lambda change: -change.gain)
-        if loop.rate > SMALL * ceiling.rate:
+        rates = [loop.rate, *(change.images_per_second for change in tried)]
+        if max(rates) > SMALL * ceiling.rate:
             self.notes.append(
-                "the step was slower alone than with the loader, so that other work came between: "
+                "the step was slower alone than with a loader, so that other work came between: "
                 f"measure again, doctor(loader, step, seconds={3 * self.seconds:g})"
             )
         self._note(loader, found, count)
@@ -371,7 +372,7 @@ class _Clinic:
         cores = usable_cores()
         where = f"{kind}, batches of {count}, {workers} worker{'s' * (workers != 1)}, "
         where += f"{self.device}, {cores} core{'s' * (cores != 1)}"
-        helps = int(bool(tried) and tried[0].gain >= SMALL)
+        helps = int(found.bound != "model" and bool(tried) and tried[0].gain >= SMALL)
         return DoctorReport(
             found, ceiling.rate, tried[:helps], tried[helps:], moved, self.notes, where, cores
         )
