@@ -663,6 +663,40 @@ class Opener(ImageFolder):
             return self.transform(pil_to_tensor(image)), 0
 
 
+class Decoded(ImageFolder):
+    """As people read tensors; RGB, for the folder has other modes, too."""
+
+    def __getitem__(self, index):
+        path, target = self.samples[index]
+        pixels = pil_to_tensor(default_loader(path))
+        return self.transform(pixels), target
+
+
+class ByHand(ImageFolder):
+    def __getitem__(self, index):
+        path, target = self.samples[index]
+        return gpuprefetch.EncodedImage(Path(path).read_bytes(), index, path), target
+
+
+@pytest.mark.parametrize("begins", [[], [v2.ToImage()]])
+def test_what_to_write_for_decoded_tensors_is_said_and_works(photo_folder, begins):
+    pipeline = v2.Compose([*begins, v2.Resize((48, 40)), v2.ToDtype(torch.float32, scale=True)])
+    loader = DataLoader(Decoded(photo_folder, pipeline), batch_size=8)
+    with pytest.raises((UnsupportedTransformError, TypeError)) as refused:
+        accelerate(loader, print_plan=False, device="cpu")
+    message = str(refused.value)
+    assert "EncodedImage(Path(path).read_bytes(), index, path)" in message
+    lines = {
+        "transforms=[v2.ToImage(), *pipeline.transforms]": [v2.ToImage(), *pipeline.transforms],
+        "transforms=convert_transforms(transform)": convert_transforms(pipeline) if begins else [],
+    }
+    (transforms,) = [value for line, value in lines.items() if f"{line})" in message]
+    moved = DataPrefetcher(
+        DataLoader(ByHand(photo_folder), batch_size=8), transforms=transforms, device="cpu"
+    )
+    same_batches(loader, moved)
+
+
 class Keyed(ImageFolder):
     def __getitem__(self, key):
         index, _ = key

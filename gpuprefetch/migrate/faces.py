@@ -156,7 +156,11 @@ class _Unheard:
 
 
 def stale(what: str) -> TypeError:
-    return TypeError(f"{what} has changed since accelerate(). Call it again.")
+    return TypeError(
+        f"{what} has changed since accelerate(). Call it again. If that was meant for another "
+        "loader of the same dataset, as after random_split, which copies none, give each loader a "
+        "dataset of its own."
+    )
 
 
 def _read(thing: object, name: str, seen: object, face: object, view: object) -> object:

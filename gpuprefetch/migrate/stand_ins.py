@@ -74,8 +74,10 @@ SEEDED = (
 IN_WORKERS = "let the workers decode and call it: accelerate(loader, keep_unknown=True)."
 NO_PICTURE = (
     "It takes PIL images. If it begins with ToPILImage(), it takes what that takes, and if it "
-    "begins with ToTensor() or ToImage(), arrays (H, W, 3) of uint8. Let the dataset give tensors "
-    f"(C, H, W), apply no transform, and write {BY_HAND}"
+    "begins with ToTensor() or ToImage(), arrays (H, W, 3) of uint8. In place of an image that "
+    "decode_image() has read, let __getitem__ return EncodedImage(Path(path).read_bytes(), index, "
+    f"path), apply no transform, and write {BY_HAND} The same line takes tensors (C, H, W) that "
+    "are all of one size."
 )
 KEPT = (
     "gave an image that it keeps from one call to the next, or has encoded itself. Here images are "
@@ -702,8 +704,8 @@ def transformed_already(sample: Sample) -> str:
     if not isinstance(image_of(sample), torch.Tensor):
         return ""
     return (
-        "gave an image that is transformed already, such as a kept one. Let it call its transform "
-        "each time."
+        "gave an image that is transformed already: one that it has kept, or that another "
+        "transform than its own has made. Let it call its transform each time."
     )
 
 
