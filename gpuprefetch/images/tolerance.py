@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ class Tolerance:
     stats: Stats
     # The bad files of all epochs, by index and path.
     seen: dict[object, BadImage] = field(default_factory=dict)
+    _told: bool = False  # whether the warning of many was given
 
     def kept_rows(self, images: Sequence[PreparedImages]) -> torch.Tensor | None:
         """The rows of a batch that become its result, ``(M,)`` int64; None for all of them.
@@ -63,6 +65,20 @@ class Tolerance:
         self.stats.bad_images += 1
         if self.max_bad is not None and len(self.seen) > self.max_bad:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
+        self._tell_of_many(bad)
+
+    def _tell_of_many(self, bad: BadImage) -> None:
+        """Warn once where far more images are bad than a few damaged files."""
+        asked = callable(self.on_error) or self.max_bad is not None
+        if self._told or asked or not self.stats.many_are_bad():
+            return
+        self._told = True
+        warnings.warn(
+            f"{self.stats.bad_images} images could not be decoded so far, and on_error="
+            f"{self.on_error!r} has no limit. The last: {bad}. bad_images has all of them; "
+            "max_bad=100 ends with an error after as many.",
+            stacklevel=2,
+        )
 
 
 def bad_images(images: Sequence[PreparedImages]) -> list[BadImage]:
