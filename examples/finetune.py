@@ -45,10 +45,8 @@ def main(argv=None):
     steps = args.epochs * len(train_loader)
     falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: math.cos(1.57 * n / steps))
     parts = {"model": model, "optimizer": optimizer, "lr": falling, "loader": train_loader}
-    done = torch.load(CHECKPOINT, weights_only=True) if args.resume else {"epoch": 0}
-    for name in parts if args.resume else ():
-        parts[name].load_state_dict(done[name])
-    for epoch in range(done["epoch"], args.epochs):
+    begin = resume(parts, steps) if args.resume else 0
+    for epoch in range(begin, args.epochs):
         model.train()
         for images, target in tqdm(train_loader, f"epoch {epoch + 1}", leave=False, disable=None):
             with torch.autocast(device.type, torch.bfloat16, enabled=CUDA):
@@ -83,7 +81,8 @@ def parse_args(argv):
 
 
 def build_model(args, classes):
-    model = models.get_model(args.model, weights=None if args.weights == "none" else args.weights)
+    own = args.resume or args.weights == "none"  # the checkpoint has them
+    model = models.get_model(args.model, weights=None if own else args.weights)
     name, last = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)][-1]
     model.set_submodule(name, nn.Linear(last.in_features, classes))
     return model
@@ -91,8 +90,18 @@ def build_model(args, classes):
 
 def save(parts, epoch, classes):
     state = {name: part.state_dict() for name, part in parts.items()}
-    torch.save(state | {"epoch": epoch, "classes": classes}, CHECKPOINT.with_suffix(".new"))
+    state |= {"epoch": epoch, "classes": classes, "random": torch.get_rng_state()}
+    torch.save(state, CHECKPOINT.with_suffix(".new"))
     CHECKPOINT.with_suffix(".new").replace(CHECKPOINT)
+
+
+def resume(parts, steps):
+    state = torch.load(CHECKPOINT, weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["random"])  # later epochs have the order that they would have had
+    print(f"goes on after step {parts['lr'].last_epoch} of {steps}")
+    return state["epoch"]
 
 
 if __name__ == "__main__":

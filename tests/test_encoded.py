@@ -970,7 +970,8 @@ MANY_ARE_BAD = pytest.mark.filterwarnings("ignore:.* images could not be decoded
 def test_many_bad_files_are_told_of_once(photo_folder, on_error):
     files = damaged(photo_folder, dict.fromkeys(range(0, 24, 2), b"x"))
     prefetcher = small(files, on_error=on_error)
-    with pytest.warns(UserWarning, match="11 images could not be decoded so far.*sample 20") as told:
+    message = "11 images could not be decoded so far.*sample 20"
+    with pytest.warns(UserWarning, match=message) as told:
         for _ in range(2):
             list(prefetcher)
     assert len(told) == 1

@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import re
 import pickle
 import threading
 import warnings
@@ -664,7 +665,7 @@ def test_a_loader_without_workers_is_remarked_on_once(remarks):
         loader = DataPrefetcher(DataLoader(range(3), num_workers=0), device="cpu")
         assert len(list(loader)) == len(list(loader)) == 3
     (text,) = remarks()
-    assert "num_workers=0" in text and "DataLoader(..., num_workers=8)" in text
+    assert "num_workers=0" in text and re.search(r"DataLoader\(\.\.\., num_workers=[1-8]\)", text)
     list(DataPrefetcher([torch.zeros(1)], device="cpu"))  # which has no workers to ask for
     assert len(remarks()) == 1
 

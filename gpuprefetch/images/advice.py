@@ -12,6 +12,7 @@ from gpuprefetch.core.nested import Batch, Loader, tensors
 from gpuprefetch.core.ranks import same_on_ranks
 from gpuprefetch.core.remarks import remark
 from gpuprefetch.images.collate import encoded_leaves
+from gpuprefetch.images.share import usable_cores
 
 _UNPINNED = (
     "The wrapped loader does not pin its memory, so copies to the GPU block and overlap less. Pass "
@@ -23,8 +24,11 @@ _NO_DEVICE = (
 )
 _NO_WORKERS = (
     "gpuprefetch: the DataLoader has num_workers=0, so the loop waits while each batch is read. "
-    "Give it workers, one for each core that is free: DataLoader(..., num_workers=8)."
+    "Give it workers, one for each core that is free: DataLoader(..., num_workers={cores})."
 )
+
+
+MANY_WORKERS = 8  # more than that is for the user to try
 
 
 class Advice:
@@ -45,7 +49,7 @@ class Advice:
         if self._lacks_device:
             remark(_NO_DEVICE)
         if self._lacks_workers:
-            remark(_NO_WORKERS)
+            remark(_NO_WORKERS.format(cores=min(usable_cores(), MANY_WORKERS)))
 
     def of_ranks(self, prefetcher: object, loader: Loader) -> None:
         """Warn where every rank reads the whole dataset."""

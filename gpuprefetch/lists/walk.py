@@ -410,12 +410,13 @@ class _Walk:
         if not self.form.is_tensor:
             raise UnsupportedTransformError(
                 "The pipeline ends in PIL images, which no batch can hold. Add v2.ToImage() and "
-                "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it. If it gets tensors that "
-                "decode_image() has read, let __getitem__ return "
+                "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it. If it gets tensors "
+                "that decode_image() has read, let __getitem__ return "
                 "EncodedImage(Path(path).read_bytes(), index, path) in their place, apply no "
                 "transform, and write DataPrefetcher(loader, transforms=[v2.ToImage(), "
-                "*pipeline.transforms]). If an image processor gets the pictures, let the dataset give EncodedImage, and write "
-                "DataPrefetcher(loader, transforms=[pipeline, *convert_transforms(processor)])."
+                "*pipeline.transforms]). If an image processor gets the pictures, let the dataset "
+                "give EncodedImage, and write DataPrefetcher(loader, transforms=[pipeline, "
+                "*convert_transforms(processor)])."
             )
         self.began_as_pipeline = True
         return self.finish()
