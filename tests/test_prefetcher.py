@@ -3,8 +3,8 @@
 import copy
 import gc
 import os
-import re
 import pickle
+import re
 import threading
 import warnings
 import weakref
