@@ -970,7 +970,7 @@ MANY_ARE_BAD = pytest.mark.filterwarnings("ignore:.* images could not be decoded
 def test_many_bad_files_are_told_of_once(photo_folder, on_error):
     files = damaged(photo_folder, dict.fromkeys(range(0, 24, 2), b"x"))
     prefetcher = small(files, on_error=on_error)
-    message = "11 images could not be decoded so far.*sample 20"
+    message = "11 of 24 images could not be decoded so far.*sample 20"
     with pytest.warns(UserWarning, match=message) as told:
         for _ in range(2):
             list(prefetcher)

@@ -130,10 +130,6 @@ class Stats(Printed):
         """
         setattr(self, counter, getattr(self, counter) + value)
 
-    def many_are_bad(self) -> bool:
-        """Whether more images are bad than a few damaged files would be."""
-        return self.bad_images > max(FEW, TOLERATED * self.images)
-
     def fell_back(self, reason: str) -> None:
         """Count a photo that the prefetch thread has decoded on the CPU; warns once of many."""
         self.fallback_images += 1

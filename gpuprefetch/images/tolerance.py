@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from gpuprefetch.core.stats import Stats
+from gpuprefetch.core.stats import FEW, TOLERATED, Stats
 from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.prepared import PreparedImages
 
@@ -23,7 +23,10 @@ class Tolerance:
     stats: Stats
     # The bad files of all epochs, by index and path.
     seen: dict[object, BadImage] = field(default_factory=dict)
-    _told: bool = False  # whether the warning of many was given
+    # Of all epochs, where the stats may begin anew, and lag behind what has been prepared.
+    _images: int = 0
+    _bad: int = 0
+    _told: bool = False  # whether the warning of many bad ones was given
 
     def kept_rows(self, images: Sequence[PreparedImages]) -> torch.Tensor | None:
         """The rows of a batch that become its result, ``(M,)`` int64; None for all of them.
@@ -32,6 +35,7 @@ class Tolerance:
             BadImageError: if a bad file is not tolerated, or cannot be left out or replaced.
         """
         bad = sorted({position for each in images for position in each.errors})
+        self._images += sum(len(each.who.samples) for each in images)
         if not bad:
             return None
         for last in bad_images(images):  # messages name the last one
@@ -63,6 +67,7 @@ class Tolerance:
         named = bad.index >= 0 or bad.path
         self.seen.setdefault((bad.index, bad.path) if named else object(), bad)
         self.stats.bad_images += 1
+        self._bad += 1
         if self.max_bad is not None and len(self.seen) > self.max_bad:
             raise BadImageError(f"more than max_bad={self.max_bad} bad images, the last: {bad}")
         self._tell_of_many(bad)
@@ -70,11 +75,11 @@ class Tolerance:
     def _tell_of_many(self, bad: BadImage) -> None:
         """Warn once where far more images are bad than a few damaged files."""
         asked = callable(self.on_error) or self.max_bad is not None
-        if self._told or asked or not self.stats.many_are_bad():
+        if self._told or asked or self._bad <= max(FEW, TOLERATED * self._images):
             return
         self._told = True
         warnings.warn(
-            f"{self.stats.bad_images} images could not be decoded so far, and on_error="
+            f"{self._bad} of {self._images} images could not be decoded so far, and on_error="
             f"{self.on_error!r} has no limit. The last: {bad}. bad_images has all of them; "
             "max_bad=100 ends with an error after as many.",
             stacklevel=2,
