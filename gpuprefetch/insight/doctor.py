@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import timeit
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -334,6 +334,16 @@ def bound_of(
     return late if loop.wait > 0.5 * lost and not keeps_up else otherwise
 
 
+def is_doubtful(ceiling: float, loop: float, tried: Sequence[Change]) -> bool:
+    """Whether a loop had more images/s than the step alone, which nothing can have."""
+    return max([loop, *(change.images_per_second for change in tried)]) > SMALL * ceiling
+
+
+def number_to_make(bound: str, tried: Sequence[Change]) -> int:
+    """How many of the changes, the best first, are to be made: the first, if it helps, or none."""
+    return int(bound != "model" and bool(tried) and tried[0].gain >= SMALL)
+
+
 @dataclass
 class _Clinic:
     step: Step
@@ -361,8 +371,7 @@ class _Clinic:
             gain = moved.images_per_second / found.images_per_second
             tried.append(Change("accelerate(loader)", moved.images_per_second, gain))
             tried.sort(key=lambda change: -change.gain)
-        rates = [loop.rate, *(change.images_per_second for change in tried)]
-        if max(rates) > SMALL * ceiling.rate:
+        if is_doubtful(ceiling.rate, loop.rate, tried):
             self.notes.append(
                 "the step was slower alone than with a loader, so that other work came between: "
                 f"measure again, doctor(loader, step, seconds={3 * self.seconds:g})"
@@ -372,7 +381,7 @@ class _Clinic:
         cores = usable_cores()
         where = f"{kind}, batches of {count}, {workers} worker{'s' * (workers != 1)}, "
         where += f"{self.device}, {cores} core{'s' * (cores != 1)}"
-        helps = int(found.bound != "model" and bool(tried) and tried[0].gain >= SMALL)
+        helps = number_to_make(found.bound, tried)
         return DoctorReport(
             found, ceiling.rate, tried[:helps], tried[helps:], moved, self.notes, where, cores
         )
