@@ -77,13 +77,19 @@ def parse_args(argv):
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--save-every", type=int, default=100, help="steps, and each epoch")
     parser.add_argument("--resume", action="store_true", help=f"go on from {CHECKPOINT}")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.resume and not CHECKPOINT.exists():
+        parser.error(f"--resume: there is no {CHECKPOINT} in this folder")
+    return args
 
 
 def build_model(args, classes):
     own = args.resume or args.weights == "none"  # the checkpoint has them
     model = models.get_model(args.model, weights=None if own else args.weights)
-    name, last = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)][-1]
+    linear = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    if not linear:
+        raise SystemExit(f"{args.model} has no linear layer for the classes: take another --model")
+    name, last = linear[-1]
     model.set_submodule(name, nn.Linear(last.in_features, classes))
     return model
 

@@ -129,6 +129,16 @@ def test_resumed_in_the_middle_of_an_epoch_it_ends_with_the_same_weights(
     assert not torch.equal(other["model"]["1.0.weight"], whole["model"]["1.0.weight"])
 
 
+def test_a_checkpoint_or_a_last_layer_that_is_missing_is_named(run, capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        run("--resume")
+    assert "--resume: there is no finetune.pt in this folder" in capsys.readouterr().err
+    convolutional = nn.Sequential(nn.Conv2d(3, 8, 5), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    monkeypatch.setattr(torchvision.models, "get_model", lambda *_, **options: convolutional)
+    with pytest.raises(SystemExit, match="squeezenet1_0 has no linear layer"):
+        run("--model", "squeezenet1_0")
+
+
 def test_photos_that_cannot_be_decoded_are_named(run, folder, tmp_path):
     copied = tmp_path / "photos"
     for path in folder.rglob("*.JPEG"):
