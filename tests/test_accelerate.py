@@ -697,6 +697,24 @@ def test_what_to_write_for_decoded_tensors_is_said_and_works(photo_folder, begin
     same_batches(loader, moved)
 
 
+@pytest.mark.parametrize(
+    ("ops", "differs"),
+    [
+        ([v2.Grayscale(3), v2.PILToTensor()], "gray levels are cut off"),
+        ([v2.PILToTensor(), v2.Grayscale(3)], ""),
+        ([v2.RandomApply([v2.ColorJitter(hue=0.1)]), v2.PILToTensor()], "hues are finer"),
+        ([v2.ColorJitter(0.1, 0.1, 0.1), v2.PILToTensor()], ""),
+    ],
+)
+def test_the_plan_says_what_differs_from_pils_colors(photo_folder, capsys, ops, differs):
+    pipeline = v2.Compose([v2.CenterCrop(40), *ops])
+    accelerate(DataLoader(ImageFolder(photo_folder, pipeline)), device="cpu")
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [each for each in lines if "one program" in each]
+    assert line.partition("one program")[2].strip().startswith(differs)
+    assert bool(line.partition("one program")[2].strip()) == bool(differs)
+
+
 class Keyed(ImageFolder):
     def __getitem__(self, key):
         index, _ = key

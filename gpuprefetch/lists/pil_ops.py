@@ -15,9 +15,12 @@ import torch
 from PIL import ImageFilter, ImageOps
 
 from gpuprefetch.lists.code import is_written_as
+from gpuprefetch.policies.known import name_of, parts_of
 from gpuprefetch.policies.registry import LibraryOp
 
 _BLUR = "PIL's blur is of boxes, which differs most in fine detail"
+_GRAY = "gray levels are cut off, and PIL's are rounded"
+_HUE = "hues are finer than PIL's, which has 256"
 _REACH = 3  # of the kernel, in standard deviations
 
 
@@ -54,6 +57,16 @@ def stand_for(op: LibraryOp) -> Stand | None:
     if is_lightly(op, "rotation", "RandomRotateDegrees") and own.keys() == {"transform"}:
         return Stand(own["transform"], takes_tensors=True)
     return None
+
+
+def differs_from_pil(op: LibraryOp) -> str:
+    """What differs where torchvision's op for tensors stands for its op for pictures."""
+    name = name_of(op)
+    if name in ("Grayscale", "RandomGrayscale"):
+        return _GRAY
+    if name in ("ColorJitter", "RandomPhotometricDistort") and op.hue is not None:
+        return _HUE
+    return next(filter(None, map(differs_from_pil, parts_of(op))), "")
 
 
 def is_lightly(op: LibraryOp, module: str, name: str) -> bool:

@@ -36,7 +36,7 @@ from gpuprefetch.lists.fused import (
     in_launch,
     is_kornia,
 )
-from gpuprefetch.lists.pil_ops import Stand, stand_for
+from gpuprefetch.lists.pil_ops import Stand, differs_from_pil, stand_for
 from gpuprefetch.lists.processor import image_processor, list_of_processor
 from gpuprefetch.lists.refused import (
     gives_size,
@@ -652,6 +652,8 @@ class _Walk:
             self._refuse(op, "it takes uint8, and images are floating point", "Put it before that")
         self._hold(self.form.is_float)
         note = differs
+        if not self.form.is_tensor:
+            note = note or differs_from_pil(op)
         if not self.form.is_tensor and hasattr(op, "antialias"):
             op = copy.copy(op)
             op.antialias = True  # PIL always does
