@@ -84,8 +84,9 @@ def parse_args(argv):
 
 
 def build_model(args, classes):
-    own = args.resume or args.weights == "none"  # the checkpoint has them
-    model = models.get_model(args.model, weights=None if own else args.weights)
+    # A checkpoint has the weights that resume() reads.
+    weights = None if args.resume or args.weights == "none" else args.weights
+    model = models.get_model(args.model, weights=weights)
     linear = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     if not linear:
         raise SystemExit(f"{args.model} has no linear layer for the classes: take another --model")

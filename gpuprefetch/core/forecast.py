@@ -78,8 +78,12 @@ class Starts:
         self._to_draw = self._without(loader)
 
     def _without(self, loader: TorchLoader) -> list[tuple[weakref.ref[TorchLoader], int]]:
-        others = [(made, seeds) for made, seeds in self._to_draw if made() is not loader]
-        return [(made, seeds) for made, seeds in others if made() is not None]
+        kept = []
+        for made, seeds in self._to_draw:
+            other = made()
+            if other is not None and other is not loader:
+                kept.append((made, seeds))
+        return kept
 
     def shown(self) -> None:
         """Forget the loaders that are there: a loop has shown which of them it validates with."""

@@ -24,11 +24,9 @@ _NO_DEVICE = (
 )
 _NO_WORKERS = (
     "gpuprefetch: the DataLoader has num_workers=0, so the loop waits while each batch is read. "
-    "Give it workers, one for each core that is free: DataLoader(..., num_workers={cores})."
+    "Give it workers, one for each core that is free: DataLoader(..., num_workers={workers})."
 )
-
-
-MANY_WORKERS = 8  # more than that is for the user to try
+_MOST_WORKERS = 8  # of what is advised: more is for the user to try
 
 
 class Advice:
@@ -49,7 +47,7 @@ class Advice:
         if self._lacks_device:
             remark(_NO_DEVICE)
         if self._lacks_workers:
-            remark(_NO_WORKERS.format(cores=min(usable_cores(), MANY_WORKERS)))
+            remark(_NO_WORKERS.format(workers=min(usable_cores(), _MOST_WORKERS)))
 
     def of_ranks(self, prefetcher: object, loader: Loader) -> None:
         """Warn where every rank reads the whole dataset."""

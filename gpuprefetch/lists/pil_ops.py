@@ -3,6 +3,8 @@
 PIL's GaussianBlur is three box blurs and extends the border, and torchvision's is a Gaussian that
 mirrors it. Both have one variance, so they differ where neighboring pixels do: see
 ``test_the_two_blurs_differ_by_as_much`` in tests/test_small_moves.py for by how much.
+
+And what torchvision's own ops do otherwise to PIL images than to tensors.
 """
 
 from __future__ import annotations

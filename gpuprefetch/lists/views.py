@@ -15,7 +15,7 @@ from gpuprefetch.policies.registry import LibraryOp
 
 _MOST = 64  # entries of a list that are looked at: others may hold a dataset
 _DEEPEST = 3  # of attributes: a class of views, a view in it, and the pipeline of that
-_ENCODED = "EncodedImage(Path(path).read_bytes(), index, path)"
+ENCODED = "EncodedImage(Path(path).read_bytes(), index, path)"
 
 
 class Views:
@@ -91,7 +91,7 @@ def lines_for(op: LibraryOp) -> str:
     where = "these are the function's variables"
     if not isinstance(op, FunctionType):
         where = f"t is the {title(op)}"
-    where = f"{where} and a dataset of your own gives {_ENCODED} in place of that folder's"
+    where = f"{where} and a dataset of your own gives {ENCODED} in place of that folder's"
     files = "DataPrefetcher(DataLoader(EncodedImageFolder(root), ...), transforms="
     processors = [path for path, value in held.items() if image_processor(value) is not None]
     if processors:

@@ -47,7 +47,7 @@ from gpuprefetch.lists.refused import (
 )
 from gpuprefetch.lists.rgb import makes_picture, makes_rgb
 from gpuprefetch.lists.to_tensor import in_torchvision
-from gpuprefetch.lists.views import Views, lines_for
+from gpuprefetch.lists.views import ENCODED, Views, lines_for
 from gpuprefetch.policies.compile import COMPILERS, FILTERS, compiled
 from gpuprefetch.policies.each import Each
 from gpuprefetch.policies.known import (
@@ -411,9 +411,8 @@ class _Walk:
             raise UnsupportedTransformError(
                 "The pipeline ends in PIL images, which no batch can hold. Add v2.ToImage() and "
                 "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it. If it gets tensors "
-                "that decode_image() has read, let __getitem__ return "
-                "EncodedImage(Path(path).read_bytes(), index, path) in their place, apply no "
-                "transform, and write DataPrefetcher(loader, transforms=[v2.ToImage(), "
+                f"that decode_image() has read, let __getitem__ return {ENCODED} in their place, "
+                "apply no transform, and write DataPrefetcher(loader, transforms=[v2.ToImage(), "
                 "*pipeline.transforms]). If an image processor gets the pictures, let the dataset "
                 "give EncodedImage, and write DataPrefetcher(loader, transforms=[pipeline, "
                 "*convert_transforms(processor)])."
@@ -651,9 +650,7 @@ class _Walk:
         if has(op, Is.LEVELS) and self.form.is_float:
             self._refuse(op, "it takes uint8, and images are floating point", "Put it before that")
         self._hold(self.form.is_float)
-        note = differs
-        if not self.form.is_tensor:
-            note = note or differs_from_pil(op)
+        note = differs or ("" if self.form.is_tensor else differs_from_pil(op))
         if not self.form.is_tensor and hasattr(op, "antialias"):
             op = copy.copy(op)
             op.antialias = True  # PIL always does

@@ -50,6 +50,7 @@ from gpuprefetch.images.places import ViewPlace
 from gpuprefetch.images.ppm import to_ppm
 from gpuprefetch.images.recorded import CONVERSIONS, GEOMETRY, SAME_SIZE, Joint
 from gpuprefetch.lists.rgb import Modes
+from gpuprefetch.lists.views import ENCODED
 from gpuprefetch.migrate.taken import BY_HAND, Takes
 
 if TYPE_CHECKING:
@@ -62,22 +63,19 @@ AS_IT_IS = (
 TWO_WAYS = (
     "Two ways work. Let a folder apply the transform, and a Subset choose the samples: "
     "Subset(ImageFolder(root, transform), indices). Or let __getitem__ return "
-    "EncodedImage(Path(path).read_bytes(), index, path) and apply no transform, and write "
-    f"{BY_HAND}"
+    f"{ENCODED} and apply no transform, and write {BY_HAND}"
 )
 SEEDED = (
     "On the device each image is sampled anew. Those that __getitem__ returns as "
-    "EncodedImage(Path(path).read_bytes(), index, path), without any transform, have the same "
-    "random parameters as the other images of their sample, and a tv_tensors.Mask beside one "
-    f"follows it: {BY_HAND} {AS_IT_IS}"
+    f"{ENCODED}, without any transform, have the same random parameters as the other images of "
+    f"their sample, and a tv_tensors.Mask beside one follows it: {BY_HAND} {AS_IT_IS}"
 )
 IN_WORKERS = "let the workers decode and call it: accelerate(loader, keep_unknown=True)."
 NO_PICTURE = (
     "It takes PIL images. If it begins with ToPILImage(), it takes what that takes, and if it "
     "begins with ToTensor() or ToImage(), arrays (H, W, 3) of uint8. In place of an image that "
-    "decode_image() has read, let __getitem__ return EncodedImage(Path(path).read_bytes(), index, "
-    f"path), apply no transform, and write {BY_HAND} The same line takes tensors (C, H, W) that "
-    "are all of one size."
+    f"decode_image() has read, let __getitem__ return {ENCODED}, apply no transform, and write "
+    f"{BY_HAND} The same line takes tensors (C, H, W) that are all of one size."
 )
 KEPT = (
     "gave an image that it keeps from one call to the next, or has encoded itself. Here images are "
