@@ -530,7 +530,7 @@ def dali(
     cuda = settings.device == "cuda"
     train = settings.train
     if dynamic or capture:
-        options = {"threads": threads, "dynamic": True, "capture": capture}
+        options = {"threads": threads, "dynamic": True, "capture": capture, **decoder}
         if policy or prefetch_queue_depth is not None or not fused:
             raise Missing("DALI's dynamic mode has no policy, queue or unfused decode here")
         return Converted(_dali_dynamic(settings, decoder, threads, capture), tuple, options)

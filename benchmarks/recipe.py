@@ -1,6 +1,7 @@
 """How long a whole training needs: the ImageNet example with each of its two loaders.
 
     python benchmarks/recipe.py --data PHOTOS --output benchmarks/results/recipe-h100.json
+    python benchmarks/recipe.py --data PHOTOS --loaders gpuprefetch --rounds 5 --output a.json
 
 PHOTOS has ``train`` and ``val``. Each run is ``examples/imagenet/train.py`` with its defaults, in a
 process of its own: ResNet-18, 90 epochs, 256 images a step, 224 pixels, a validation and a
@@ -49,6 +50,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="folder with train/CLASS/* and val/CLASS/*")
     parser.add_argument("--epochs", type=int, default=90)
     parser.add_argument("--auto-augment", help="a policy of the example, as ta_wide")
+    parser.add_argument("--loaders", nargs="+", default=LOADERS, choices=LOADERS)
     parser.add_argument("--rounds", type=int, default=2, help="each the other way round")
     parser.add_argument("--timeout", type=float, default=560.0, help="seconds for one run")
     parser.add_argument("--stop-after", type=float, help="begin no run that may end later, in s")
@@ -72,7 +74,7 @@ def main(words: list[str] | None = None) -> None:
             {"column": loader, **recipe},
             {"words": [*given, "--loader", loader], "cpu": args.cpu},
         )
-        for number, loader in harness.in_rounds(LOADERS, args.rounds)
+        for number, loader in harness.in_rounds(args.loaders, args.rounds)
     )
     harness.measure_rounds(__file__, document, rounds, device=device, args=args)
 

@@ -258,6 +258,8 @@ def loader_of(column: str, cell: Cell, control: sweep.Fastest | None = None) -> 
         added["hw_decoder_load"] = 0.0
     if name == "dali" and control is not None and "threads" not in options:
         added |= loaders.parse(control.column)[1]
+        if options.get("dynamic") or options.get("capture"):
+            added.pop("prefetch_queue_depth", None)  # of a pipeline
     if cell["policy"] and name not in WITHOUT_POLICY:
         added["policy"] = cell["policy"]
     return sweep.spec(name, {**added, **options})

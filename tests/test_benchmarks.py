@@ -303,6 +303,11 @@ def test_cells_and_columns(tmp_path, monkeypatch):
     assert names[1] == ["synthetic", *names[0]]
     assert train.loader_of("dali", cells[0]) == "dali:hw_decoder_load=0.0"
     assert train.loader_of("dali:threads=4", cells[0]) == "dali:hw_decoder_load=0.0,threads=4"
+    tuned = "dali:threads=16,prefetch_queue_depth=4"
+    found = sweep.Fastest(tuned, "sweep-a.json", 1.0, "resnet18", "eager", 16, 12, True)
+    assert train.loader_of("dali", cells[1], found).endswith("threads=16,prefetch_queue_depth=4")
+    calls = train.loader_of("dali:dynamic=True", cells[1], found)  # has no pipeline's queue
+    assert calls == "dali:hw_decoder_load=0.0,threads=16,dynamic=True"
     with pytest.raises(ValueError, match="unknown loader"):
         train.parse(["--tiny", "--columns", "dolly"])
     with pytest.raises(SystemExit):
