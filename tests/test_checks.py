@@ -28,6 +28,7 @@ class Script:
 
 accuracy, bench, faults, parity = map(Script, "accuracy bench faults parity".split())
 independent, draws, suite = map(Script, "independent draws suite".split())
+correctness = Script("correctness")
 
 
 def test_a_pipeline_beyond_its_limits_fails():
@@ -256,7 +257,8 @@ def test_the_suites_result_is_a_file(tmp_path):
     code, content, counts, results = suite_of(tmp_path, SOME)
     assert code == 0
     assert counts == {"good": (2, 0, 0), "alone": (2, 0, 0), "skips": (0, 0, 1)}
-    assert content["summary"] == {"files": 3, "passed": 4, "failed": 0, "skipped": 1}
+    counted = {"files": 3, "passed": 4, "failed": 0, "skipped": 1}
+    assert content["summary"] == counted | {"missing": []}
     assert results["test_skips.py"]["reasons"] == {"no GPU": 1}
     assert content["dirty"] in (True, False)
     assert {"commit", "gpu", "cpu", "versions"} <= content["metadata"].keys()
@@ -278,9 +280,30 @@ def test_whatever_is_wrong_with_a_test_file_fails_the_suite(tmp_path):
     code, content, counts, results = suite_of(tmp_path, hangs, *words)
     assert (code, counts) == (1, {"hangs": (0, 1, 0)})
     assert "no end after 2 s" in results["test_hangs.py"]["failures"][0]
-    assert content["summary"] == {"files": 5, "passed": 1, "failed": 5, "skipped": 0}
+    counted = {"files": 5, "passed": 1, "failed": 5, "skipped": 0}
+    assert content["summary"] == counted | {"missing": []}
     with pytest.raises(SystemExit, match="no such test files"):
         suite_of(tmp_path, {}, "--only", "test_else")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("few_plugins")
+def test_a_suite_that_is_cut_short_names_what_is_missing(tmp_path, monkeypatch):
+    run = suite.run
+
+    def cut_short(file, marker, *rest):
+        if marker == "alone":
+            raise KeyboardInterrupt
+        return run(file, marker, *rest)
+
+    monkeypatch.setattr(suite, "run", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        suite_of(tmp_path, SOME)
+    content = json.loads((tmp_path / "suite.json").read_text())
+    assert content["summary"]["missing"] == ["test_alone.py"]
+    name, counts = correctness.suite_row(content)
+    assert name.endswith("2 files, without test_alone.py")
+    assert counts == "2 passed, 0 failed, 1 skipped"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -129,7 +129,9 @@ def suite_row(document: dict[str, Any]) -> Row:
     counts = document["summary"]
     where = "GPU" if document["metadata"].get("gpu") else "CPU"
     words = ", ".join(f"{counts[name]:,} {name}" for name in ("passed", "failed", "skipped"))
-    return f"test suite, {where}, {counts['files']} files", words
+    missing = counts.get("missing", ())  # of a run that was cut short
+    without = f", without {', '.join(missing)}" if missing else ""
+    return f"test suite, {where}, {counts['files']} files{without}", words
 
 
 ROWS = {

@@ -8,7 +8,8 @@
 run after all others, a file at a time. Where there are several GPUs the files take turns with the
 first one, and all are visible to each. A missing GPU is an error, as in CONTRIBUTING.md. A file
 whose process ends without a report has failed, and so has one without a test. The exit code tells
-whether a test failed.
+whether a test failed. A run that is cut short leaves a summary that names the files without a
+result.
 """
 
 import argparse
@@ -139,8 +140,8 @@ def has_alone(file: Path) -> bool:
     return "mark.alone" in file.read_text()
 
 
-def suite(args: argparse.Namespace, document: Any) -> list[Result]:
-    """The result of every file, written as they come."""
+def suite(args: argparse.Namespace, document: Any) -> None:
+    """The result of every file and their summary, written as they come."""
     files = chosen(args)
     print(f"{len(files)} files, {args.jobs} at a time", flush=True)
     reports: dict[Path, Report] = {}
@@ -149,6 +150,7 @@ def suite(args: argparse.Namespace, document: Any) -> list[Result]:
         result = reports[file].as_result(file.name)
         results = document.content["results"]
         results[:] = [other for other in results if other["file"] != file.name]
+        document.content["summary"] = summary([*results, result], files)
         document.keep(result)
         counts = ", ".join(f"{result[name]} {name}" for name in COUNTS)
         print(f"{file.name:28} {counts}, {result['seconds']:.0f} s", flush=True)
@@ -168,7 +170,6 @@ def suite(args: argparse.Namespace, document: Any) -> list[Result]:
     for file in filter(has_alone, files):
         reports[file].merge(run(file, "alone", args))
         tell(file)
-    return list(document.content["results"])
 
 
 def chosen(args: argparse.Namespace) -> list[Path]:
@@ -180,11 +181,14 @@ def chosen(args: argparse.Namespace) -> list[Path]:
     return files
 
 
-def summary(results: Sequence[Result]) -> Result:
+def summary(results: Sequence[Result], files: Sequence[Path]) -> Result:
+    """Counts of all results, and which of the files have none yet."""
     found = Counter[str]()
     for result in results:
         found.update({name: result[name] for name in COUNTS})
-    return {"files": len(results), **{name: found[name] for name in COUNTS}}
+    there = {result["file"] for result in results}
+    missing = sorted(file.name for file in files if file.name not in there)
+    return {"files": len(results), **{name: found[name] for name in COUNTS}, "missing": missing}
 
 
 def name_of(gpu: str | None) -> str:
@@ -213,9 +217,7 @@ def main(words: list[str] | None = None) -> int:
     document = harness.Document("suite", args, device, anew=not args.go_on)
     metadata = document.content["metadata"]
     document.content["dirty"] = metadata.get("dirty", str(metadata["commit"]).endswith("-dirty"))
-    results = suite(args, document)
-    document.content["summary"] = summary(results)
-    document.write()
+    suite(args, document)
     print(document.content["summary"])
     return int(bool(document.content["summary"]["failed"]))
 
