@@ -296,7 +296,7 @@ def test_a_suite_that_is_cut_short_names_what_is_missing(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return run(file, marker, *rest)
 
-    monkeypatch.setattr(suite, "run", cut_short)
+    monkeypatch.setattr("suite.run", cut_short)
     with pytest.raises(KeyboardInterrupt):
         suite_of(tmp_path, SOME)
     content = json.loads((tmp_path / "suite.json").read_text())
