@@ -4,12 +4,19 @@ import kornia.augmentation as K
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchcodec.encoders import PngEncoder
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 import gpuprefetch
-from gpuprefetch import DataPrefetcher, EncodedImageFolder, RandomResizedCrop, Resize
+from gpuprefetch import (
+    DataPrefetcher,
+    EncodedImage,
+    EncodedImageFolder,
+    RandomResizedCrop,
+    Resize,
+)
 
 CROP = RandomResizedCrop(16)
 PIPELINE = v2.Compose([v2.RandomResizedCrop(16), v2.ToImage(), v2.ToDtype(torch.float32, True)])
@@ -115,6 +122,9 @@ def test_in_what_is_moved(photo_folder, ops, message):
 DATASET = r"DataLoader\(dataset, batch_size=\.\.\.\)"
 
 
+MIXED = r"Sample 1 .* has an EncodedImage where sample 0 has a tensor \(3, 9, 8\).*PngEncoder"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -123,7 +133,23 @@ DATASET = r"DataLoader\(dataset, batch_size=\.\.\.\)"
         (lambda root: DataPrefetcher(iter(files(root))), r"the DataLoader itself\.$"),
         (
             lambda root: list(DataPrefetcher(DataLoader([first(root), torch.ones(3)], 2))),
-            r"gave an EncodedImage in one sample, and Tensor in its place.*index, path\) in all\.",
+            r"Sample 0 .* an EncodedImage where sample 1 has a tensor \(3,\).* in all samples",
+        ),
+        (
+            lambda root: list(
+                DataPrefetcher(DataLoader([torch.ones(3, 9, 8), first(root)], 2), device="cpu")
+            ),
+            MIXED,
+        ),
+        (
+            lambda root: list(
+                DataPrefetcher(
+                    DataLoader([(torch.ones(3, 9, 8), 0), (first(root), 1)], 2, collate_fn=list),
+                    device="cpu",
+                    transforms=[CROP],
+                )
+            ),
+            MIXED,
         ),
         (
             lambda root: list(DataPrefetcher([torch.ones(4, 5)], device="cpu", transforms=[CROP])),
@@ -211,3 +237,23 @@ def test_the_advice_for_what_comes_before_the_crop_works(photo_folder):
     for crops in ([v2.RandomResizedCrop(16)], [v2.Resize(20), v2.CenterCrop(16)]):
         moved = accelerated(photo_folder, v2.Compose([*crops, color, *PIPELINE.transforms[1:]]))
         assert next(iter(moved))[0].shape[1:] == (3, 16, 16)
+
+
+def test_the_advice_for_a_tensor_in_place_of_an_image_works(photo_folder):
+    pixels = torch.arange(3 * 9 * 8, dtype=torch.uint8).view(3, 9, 8)
+    samples = [(EncodedImage(PngEncoder(pixels).to_tensor(), 0), 0), (first(photo_folder), 1)]
+    loader = DataLoader(samples, 2, collate_fn=list)
+    ((image, _), _) = next(iter(DataPrefetcher(loader, device="cpu", dtype=torch.uint8)))
+    assert torch.equal(image[0], pixels)
+
+
+def test_a_sample_without_an_image_may_have_tensors(photo_folder):
+    samples = [
+        {"depth": torch.ones(1, 9, 8), "image": None},
+        {"depth": 2, "image": first(photo_folder)},
+    ]
+    loader = DataLoader(samples, 2, collate_fn=list)
+    one, other = next(iter(DataPrefetcher(loader, device="cpu", transforms=[CROP])))
+    assert one["image"] is None
+    assert torch.equal(one["depth"], torch.ones(1, 9, 8))
+    assert other["image"].shape[-2:] == (16, 16)

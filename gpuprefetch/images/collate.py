@@ -103,6 +103,7 @@ class HostStage:
         except StopIteration as error:  # an iterable dataset's end, to torch
             raise unexpected_end(error, "the collate_fn") from error
         except (TypeError, RuntimeError) as error:
+            Owners.of(samples)  # its own error says more, where the samples differ
             for words, hint in _HINTS.items():
                 if re.search(words, text_of(error)):
                     add_note(error, hint)

@@ -45,10 +45,17 @@ class Owners:
 
     @staticmethod
     def of(samples: object) -> Owners:
+        """Walk the samples, or one item.
+
+        Raises:
+            TypeError: if a sample has a tensor where another one has an encoded image.
+        """
         if not isinstance(samples, list):
             return Owners([], len(walk(samples).followers))
         contents = [walk(sample) for sample in samples]
         with_image = [found for found in contents if found.images]
+        if 0 < len(with_image) < len(contents):
+            _refuse_mixed(samples, contents)
         return Owners(with_image, sum(len(found.followers) for found in contents))
 
     def own_each(self, entries: Sequence[object]) -> bool:
@@ -57,6 +64,33 @@ class Owners:
         shared = [known & walk(entry).parts for entry in entries]
         pairs = zip(shared, self.samples, strict=True)
         return all(ids and ids <= sample.parts for ids, sample in pairs)
+
+
+def _refuse_mixed(samples: Sequence[object], contents: Sequence[Contents]) -> None:
+    """Refuse a tensor in the place where another sample has an encoded image.
+
+    The transforms would leave it as it is.
+    """
+    model = next(number for number, found in enumerate(contents) if found.images)
+    for number, sample in enumerate(samples):
+        is_holder = bool(contents[number].images)
+        tensor = None if is_holder else _in_place_of_image(samples[model], sample)
+        if tensor is not None:
+            raise TypeError(
+                f"Sample {model} of a batch has an EncodedImage where sample {number} has a tensor "
+                f"{tuple(tensor.shape)}, which no transform would change. Return "
+                "EncodedImage(data, index, path) in all samples. For pixels data may be "
+                "torchcodec.encoders.PngEncoder(tensor).to_tensor()."
+            )
+
+
+def _in_place_of_image(model: object, sample: object) -> torch.Tensor | None:
+    """The first tensor of a sample that is where a sample like it has an encoded image."""
+    if is_image(model):
+        return sample if isinstance(sample, torch.Tensor) else None
+    pairs = zip(children_of(model, is_image) or (), children_of(sample, None) or (), strict=False)
+    found = (_in_place_of_image(one, other) for one, other in pairs)
+    return next((tensor for tensor in found if tensor is not None), None)
 
 
 def mark(batch: Structure, owners: Owners) -> Structure:
