@@ -280,6 +280,12 @@ def _short(gpu: str | None) -> str:
     return " ".join(words[: next((i for i, word in enumerate(words) if "GB" in word), None)])
 
 
+def _titles(document: Document) -> list[str]:
+    """Of its cells, in the order in which they were measured."""
+    cores = document["metadata"]["affinity"]
+    return list(dict.fromkeys(title(r, cores) for r in document["results"]))
+
+
 def broken_rules(document: Document) -> list[str]:
     """How a document of train.py departs from the protocol that it names."""
     if version(document) < protocol.VERSION or document["benchmark"] not in ("train", "sweep"):
@@ -294,13 +300,15 @@ def broken_rules(document: Document) -> list[str]:
     kept = [r["page_cache"]["cached_share_after"] for r in document["results"] if "page_cache" in r]
     if any(share > STILL_CACHED for share in kept):
         found.append(f"photos of a cold run were still in the page cache: {max(kept):.0%}")
+    in_time = any("--stop-after" in command for command in metadata["commands"])
+    last = _titles(document)[-1:]  # what may have been terminated
     for cell in train_cells([document]):
         (machine,) = cell.machines
         few = [c for c, r in machine.results.items() if len(r) < protocol.LEAST_ROUNDS]
         few = [column for column in few if column not in failed]
-        may_end = any("--stop-after" in command for command in metadata["commands"])
+        may_end = in_time or [cell.title] == last
         in_first_round = may_end and set(few) == set(machine.results)
-        in_second = may_end and len(machine.results.get(TWIN, {})) >= protocol.LEAST_ROUNDS
+        in_second = in_time and len(machine.results.get(TWIN, {})) >= protocol.LEAST_ROUNDS
         if not {OURS, TWIN} <= machine.results.keys() and not in_first_round:
             found.append(f"{cell.title}: no pair of the same column, so no noise")
         if few and not (in_first_round or in_second):  # else the table says: cut short
