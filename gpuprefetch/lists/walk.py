@@ -46,8 +46,8 @@ from gpuprefetch.lists.refused import (
     refuse_within_kornia,
 )
 from gpuprefetch.lists.rgb import makes_picture, makes_rgb
-from gpuprefetch.lists.to_tensor import in_torchvision
-from gpuprefetch.lists.views import ENCODED, Views, lines_for
+from gpuprefetch.lists.to_tensor import fails_on_tensors, in_torchvision
+from gpuprefetch.lists.views import Views, lines_for
 from gpuprefetch.policies.compile import COMPILERS, FILTERS, compiled
 from gpuprefetch.policies.each import Each
 from gpuprefetch.policies.known import (
@@ -90,6 +90,7 @@ _IN_WORKERS = (
     "let the workers decode, and run all up to it and the crop: accelerate(loader, "
     "keep_unknown=True)"
 )
+_UNKNOWN = Form()
 _IN_LAUNCH = "its result is in [0, 1]"
 _IS_SO = "the launch gives tensors in [0, 1]"
 _OWN = (
@@ -161,8 +162,8 @@ class Plan(Printed):
 def convert(
     pipeline: LibraryOp,
     *,
-    batched: torch.Tensor | None = None,
-    pictures: bool = False,
+    begins: Form = _UNKNOWN,
+    batched: bool = False,
     takes_own: bool = True,
     instead: str = _IN_WORKERS,
 ) -> Plan:
@@ -170,28 +171,20 @@ def convert(
 
     Args:
         pipeline: an op, or several.
-        batched: one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
-        pictures: whether the pipeline gets PIL images for sure, and not perhaps tensors; its batch
-            is made of them.
+        begins: the form of the images that the pipeline gets. By default they are decoded, and
+            nobody knows if they are PIL images or tensors.
+        batched: whether images come as ``(N, C, H, W)`` and not as encoded files.
         takes_own: whether a user's own function may run on the device, image by image, where images
             are tensors of one size.
         instead: what an error says of an op that cannot move.
     """
     ops = [*flatten(pipeline)]
-    form = Form(is_picture=pictures, is_sized=not any(map(gives_size, ops)))
-    if batched is not None:
-        form = replace(
-            form,
-            is_tensor=not pictures,
-            is_sized=True,
-            kind=type(batched),
-            dtype=batched.dtype,
-        )
+    form = replace(begins, is_sized=begins.is_sized or not any(map(gives_size, ops)))
     walk = _Walk(
         form,
         is_pipeline=True,
-        is_rgb=batched is None,
-        holds_float=batched is None or form.is_float,
+        is_rgb=not batched,
+        holds_float=not batched or form.is_float,
         instead=instead,
         takes_own=takes_own,
     )
@@ -410,10 +403,9 @@ class _Walk:
         if not self.form.is_tensor:
             raise UnsupportedTransformError(
                 "The pipeline ends in PIL images, which no batch can hold. Add v2.ToImage() and "
-                "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it. If it gets tensors "
-                f"that decode_image() has read, let __getitem__ return {ENCODED} in their place, "
-                "apply no transform, and write DataPrefetcher(loader, transforms=[v2.ToImage(), "
-                "*pipeline.transforms]). If an image processor gets the pictures, let the dataset "
+                "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it. If it is for tensors, "
+                "as of decode_image(), let it begin with v2.ToImage(), which leaves them so: "
+                "v2.Compose([v2.ToImage(), pipeline]). If an image processor gets the pictures, let the dataset "
                 "give EncodedImage, and write DataPrefetcher(loader, transforms=[pipeline, "
                 "*convert_transforms(processor)])."
             )
@@ -524,6 +516,7 @@ class _Walk:
             self._add(op, None, NOTHING, "images are decoded as pictures")
             self.form = replace(self.form, is_picture=True)
             return
+        given = op
         op = in_torchvision(op)
         if is_on_device(op):
             raise UnsupportedTransformError(
@@ -540,6 +533,8 @@ class _Walk:
             self._take_own(op)
             return
         if has(op, Is.CONVERTS):
+            if self.form.is_tensor and fails_on_tensors(given):
+                self._refuse_on_tensors(given)
             self._take_conversion(op)
             return
         op = twin(op)
@@ -612,7 +607,8 @@ class _Walk:
 
     def _take_conversion(self, op: LibraryOp) -> None:
         if self.form.lets_pass(op):
-            self._add(op, None, NOTHING, "it lets PIL images pass")
+            what = "tensors" if self.form.is_tensor else "PIL images"
+            self._add(op, None, NOTHING, f"it lets {what} pass")
             return
         form = self.form
         after = form.after(op)
@@ -677,6 +673,16 @@ class _Walk:
             f"{name} cannot move to the device: {reason}. {advice}, or {self.instead}."
         )
 
+    def _refuse_on_tensors(self, op: LibraryOp) -> NoReturn:
+        """Refuse a conversion of PIL images that would fail on tensors in the workers as well."""
+        instead = "Leave it out"
+        if "PIL" not in type(op).__name__:
+            instead = "Write v2.ToDtype(torch.float32, scale=True) in its place"
+        raise UnsupportedTransformError(
+            f"{type(op).__name__} takes PIL images and arrays, and gets tensors here, which it "
+            f"would raise an error for. {instead}."
+        )
+
     def _refuse_before_crop(self, op: LibraryOp) -> NoReturn:
         if not has(op, Is.CROPS):
             reason = "no crop or resize before it gives images one size"
@@ -686,6 +692,9 @@ class _Walk:
             reason = "images are resized, padded or normalized already, and two are not one"
             self._refuse(op, reason, "Leave out what does so before it")
         takes = "the nearest pixel, or bilinear or bicubic filters with antialias"
+        if self.form.is_tensor and not getattr(op, "antialias", True):
+            reason = f"the fused launch takes {takes}, and tensors are resized without"
+            self._refuse(op, reason, "Write antialias=True, which gives other pixels")
         self._refuse(op, f"the fused launch takes {takes}, and padding that is of one color")
 
     def _hold(self, floating: bool) -> None:

@@ -23,7 +23,7 @@ from gpuprefetch.images.apart import image_of, is_image
 from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.images.handed import to_iterate
 from gpuprefetch.images.options import Keywords, Options
-from gpuprefetch.lists.forms import fixes_size
+from gpuprefetch.lists.forms import PICTURES, Form, fixes_size
 from gpuprefetch.lists.fused import Given
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
@@ -141,7 +141,7 @@ def _asks_for_transforms(options: Keywords) -> bool:
 def _plan_of(pipeline: list[Transform], *, takes_own: bool) -> Plan:
     """The plan of a pipeline that moves as a whole; the workers run a ``ToPILImage`` before it."""
     first, rest = opened(pipeline)
-    plan = convert(rest, pictures=True, takes_own=takes_own)
+    plan = convert(rest, begins=PICTURES, takes_own=takes_own)
     return plan if first is None else replace(plan, steps=[*_kept_steps([first]), *plan.steps])
 
 
@@ -159,7 +159,7 @@ def _traced_of(
         return LeftTraced(traced.op, chains_of(dataset, traced, folders))
     except Exception as error:  # the user's code: whatever it raises tells why it cannot move
         try:
-            convert(traced.op, pictures=True)
+            convert(traced.op, begins=PICTURES)
         except UnsupportedTransformError as refused:
             why = text_of(error)
             for ways in (TWO_WAYS, WAYS_OF_ROWS):
@@ -286,9 +286,14 @@ def _split_late(pipeline: list[Transform], picture: Any) -> _Split:
         image = v2.PILToTensor()(given)
         if is_image(image) and (image.dtype == torch.uint8 or image.is_floating_point()):
             with contextlib.suppress(UnsupportedTransformError):
-                rest = convert(
-                    pipeline[count:], batched=image, pictures=given is not image, takes_own=False
+                begins = Form(
+                    dtype=image.dtype,
+                    is_sized=True,
+                    is_tensor=given is image,
+                    kind=type(image),
+                    is_picture=given is not image,
                 )
+                rest = convert(pipeline[count:], begins=begins, batched=True, takes_own=False)
                 steps = [*_kept_steps(pipeline[:count]), *rest.steps]
                 return _Split(pipeline[:count], [replace(rest, steps=steps)], is_whole=False)
     with untouched(pipeline), trial_draws():

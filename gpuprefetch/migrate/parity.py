@@ -15,6 +15,7 @@ from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.images.apart import image_of
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.header import read_header
+from gpuprefetch.lists.forms import PICTURES
 from gpuprefetch.lists.walk import FUSED, Plan, convert
 from gpuprefetch.migrate.folders import (
     check_sample,
@@ -160,7 +161,7 @@ def parity(
             f"parity compares one pipeline, and {title(traced.op)} holds {', '.join(paths)}. Give "
             f"it each in its turn: parity(DataLoader(ImageFolder(root, {paths[0]}), 64))."
         )
-    plan = convert(ops, pictures=True)
+    plan = convert(ops, begins=PICTURES)
     view = encoded_view(loader.dataset, pipeline, folders)
     check_sample(view, loader.dataset, encoded=True, needed=True)
     if not len(view):
