@@ -47,7 +47,9 @@ class Form:
     values: Values = Values.LEVELS
     is_sized: bool = False  # whether all have one size
     is_tensor: bool = False  # else a PIL image, or perhaps one
-    kind: type | None = None  # torch.Tensor or torchvision's Image; None where it is not known
+    kind: type[torch.Tensor] | None = (
+        None  # torch.Tensor or torchvision's Image; None where it is not known
+    )
     is_picture: bool = False  # surely PIL images, as long as they are no tensors
 
     @property
@@ -90,12 +92,12 @@ class Form:
             return torch.get_default_dtype()
         return image_dtype(op, self.kind_after(op)) or self.dtype
 
-    def kind_after(self, op: LibraryOp) -> type | None:
+    def kind_after(self, op: LibraryOp) -> type[torch.Tensor] | None:
         from torchvision import tv_tensors
 
         name = type(op).__name__
         if name == "ToImage":
-            image: type = tv_tensors.Image
+            image: type[torch.Tensor] = tv_tensors.Image
             return image
         return torch.Tensor if name in (*_MAKE_TENSORS, "ToPureTensor") else self.kind
 
@@ -122,7 +124,7 @@ class Form:
 PICTURES = Form(is_picture=True)
 
 
-def tensors(kind: type) -> Form:
+def tensors(kind: type[torch.Tensor]) -> Form:
     """What a list begins with where it gets uint8 tensors ``(3, H, W)``.
 
     ``kind`` is torch.Tensor or torchvision's Image.

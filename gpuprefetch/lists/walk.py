@@ -403,11 +403,11 @@ class _Walk:
         if not self.form.is_tensor:
             raise UnsupportedTransformError(
                 "The pipeline ends in PIL images, which no batch can hold. Add v2.ToImage() and "
-                "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it. If it is for tensors, "
-                "as of decode_image(), let it begin with v2.ToImage(), which leaves them so: "
-                "v2.Compose([v2.ToImage(), pipeline]). If an image processor gets the pictures, let the dataset "
-                "give EncodedImage, and write DataPrefetcher(loader, transforms=[pipeline, "
-                "*convert_transforms(processor)])."
+                "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it. If it is for "
+                "tensors, such as decode_image() gives, let it begin with v2.ToImage(): "
+                "v2.Compose([v2.ToImage(), pipeline]). If an image processor gets the pictures, "
+                "let the dataset give EncodedImage, and write DataPrefetcher(loader, "
+                "transforms=[pipeline, *convert_transforms(processor)])."
             )
         self.began_as_pipeline = True
         return self.finish()
@@ -674,13 +674,12 @@ class _Walk:
         )
 
     def _refuse_on_tensors(self, op: LibraryOp) -> NoReturn:
-        """Refuse a conversion of PIL images that would fail on tensors in the workers as well."""
-        instead = "Leave it out"
+        """Refuse a conversion of PIL images that raises an error for tensors."""
+        instead = "Leave it out: decode_image() gives what it would"
         if "PIL" not in type(op).__name__:
             instead = "Write v2.ToDtype(torch.float32, scale=True) in its place"
         raise UnsupportedTransformError(
-            f"{type(op).__name__} takes PIL images and arrays, and gets tensors here, which it "
-            f"would raise an error for. {instead}."
+            f"{type(op).__name__} takes PIL images and arrays, and gets tensors here. {instead}."
         )
 
     def _refuse_before_crop(self, op: LibraryOp) -> NoReturn:

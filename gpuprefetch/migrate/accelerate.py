@@ -33,6 +33,7 @@ from gpuprefetch.migrate.faces import stale
 from gpuprefetch.migrate.folders import (
     Checked,
     Folder,
+    begins_with,
     chains_of,
     check_sample,
     encoded_view,
@@ -138,28 +139,29 @@ def _asks_for_transforms(options: Keywords) -> bool:
     return any(asked)
 
 
-def _plan_of(pipeline: list[Transform], *, takes_own: bool) -> Plan:
+def _plan_of(pipeline: list[Transform], begins: Form, *, takes_own: bool) -> Plan:
     """The plan of a pipeline that moves as a whole; the workers run a ``ToPILImage`` before it."""
     first, rest = opened(pipeline)
-    plan = convert(rest, begins=PICTURES, takes_own=takes_own)
+    begins = begins if first is None else PICTURES
+    plan = convert(rest, begins=begins, takes_own=takes_own)
     return plan if first is None else replace(plan, steps=[*_kept_steps([first]), *plan.steps])
 
 
 def _traced_of(
-    dataset: Any, pipeline: list[Transform], folders: Sequence[Folder]
+    dataset: Any, pipeline: list[Transform], folders: Sequence[Folder], begins: Form
 ) -> LeftTraced | None:
     """What stands for a transform of several views; None for any other.
 
     It expects in all samples what the transform does for the first one.
     """
-    traced = LeftTraced.of_pipeline(pipeline)
+    traced = LeftTraced.of_pipeline(pipeline, begins)
     if traced is None or not len(dataset):
         return None
     try:
-        return LeftTraced(traced.op, chains_of(dataset, traced, folders))
+        return LeftTraced(traced.op, begins, chains_of(dataset, traced, folders))
     except Exception as error:  # the user's code: whatever it raises tells why it cannot move
         try:
-            convert(traced.op, begins=PICTURES)
+            convert(traced.op, begins=begins)
         except UnsupportedTransformError as refused:
             why = text_of(error)
             for ways in (TWO_WAYS, WAYS_OF_ROWS):
@@ -236,11 +238,12 @@ def _split_of(
     ``adds`` says whether the user's options transform images, beside the pipeline.
     """
     dataset = loader.dataset
+    begins = begins_with(dataset)
     try:
-        traced = None if keep_unknown else _traced_of(dataset, pipeline, folders)
+        traced = None if keep_unknown else _traced_of(dataset, pipeline, folders, begins)
         lists = traced.lists() if traced else [pipeline]
-        view = encoded_view(dataset, traced or pipeline, folders)
-        plans = [_plan_of(ops, takes_own=not keep_unknown) for ops in lists]
+        view = encoded_view(dataset, traced or pipeline, folders, begins)
+        plans = [_plan_of(ops, begins, takes_own=not keep_unknown) for ops in lists]
         split = _Split([], plans, is_whole=False, traced=traced)
         objects = traced.objects if traced else ()
         checked = check_sample(view, dataset, encoded=True, needed=True, objects=objects)
