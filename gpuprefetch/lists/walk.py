@@ -36,7 +36,13 @@ from gpuprefetch.lists.fused import (
     in_launch,
     is_kornia,
 )
-from gpuprefetch.lists.pil_ops import Stand, differs_from_pil, stand_for
+from gpuprefetch.lists.pil_ops import (
+    RINGS,
+    Stand,
+    differs_from_pil,
+    rings_on_tensors,
+    stand_for,
+)
 from gpuprefetch.lists.processor import image_processor, list_of_processor
 from gpuprefetch.lists.refused import (
     gives_size,
@@ -540,7 +546,7 @@ class _Walk:
         op = twin(op)
         if has(op, Is.DOES_NOTHING):
             self._add(op, None, NOTHING)
-        elif not self._fuse(op):
+        elif not self._fuse(op, given):
             self._take_on_batch(op)
         self.form = self.form.after(op)
 
@@ -577,8 +583,8 @@ class _Walk:
         self._add_after(op, each, "image by image", _OWN_COSTS)
         self.form = self.form.after(each)
 
-    def _fuse(self, op: LibraryOp) -> bool:
-        """Whether the launch takes an op, which it does then."""
+    def _fuse(self, op: LibraryOp, given: LibraryOp) -> bool:
+        """Whether the launch takes an op, which it does then; ``given`` is what was written."""
         if self.tail:
             return False
         if has(op, Is.NORMALIZES):
@@ -588,6 +594,8 @@ class _Walk:
         stands, note = self._in_launch(op)
         if stands is None:
             return False
+        if self.form.is_tensor and not self.form.is_float and rings_on_tensors(given):
+            note = f"{note}, {RINGS}"
         if isinstance(stands, FusedTransform):
             longer = self.head.then(stands.op, type(op).__name__)
             return self._join(op, stands, longer, note)
@@ -729,7 +737,7 @@ def _why_not_on_batch(op: LibraryOp) -> tuple[LibraryOp, str] | None:
         return op, "expand=True gives images of different sizes"
     accepted = RESIZE_FILTERS if has(op, Is.CROPS) else FILTERS
     if hasattr(op, "interpolation") and filter_of(op) not in accepted:
-        return op, f"interpolation={filter_of(op)!r} is for PIL images only"
+        return op, f"interpolation={filter_of(op)!r} is none of {', '.join(accepted)}"
     for inner in map(twin, flatten(op.transforms)) if has(op, Is.HOLDS) else ():
         if why := _why_not_on_batch(inner):
             return why

@@ -25,9 +25,18 @@ from gpuprefetch.images.handed import to_iterate
 from gpuprefetch.images.options import Keywords, Options
 from gpuprefetch.lists.forms import PICTURES, Form, fixes_size
 from gpuprefetch.lists.fused import Given
+from gpuprefetch.lists.rgb import makes_picture
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
-from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors, without_form
+from gpuprefetch.lists.walk import (
+    NOTHING,
+    WORKERS,
+    Plan,
+    Step,
+    convert,
+    read_for_tensors,
+    without_form,
+)
 from gpuprefetch.migrate.dataset_view import datasets_in, view_of, worker_part
 from gpuprefetch.migrate.faces import stale
 from gpuprefetch.migrate.folders import (
@@ -73,10 +82,12 @@ def accelerate(
             timm pipeline, and returns what that gives: torchvision's and timm's datasets, your own,
             and datasets around these, such as ``Subset``, ``ConcatDataset`` and classes with a
             transform for a split. Files that ``self.loader`` or ``PIL.Image.open`` opens, and that
-            reach the transform as they are, are decoded by the prefetcher. Other pictures are
-            decoded by the dataset, in the workers: PIL images, uint8 arrays ``(H, W, 3)`` for a
-            pipeline that begins with ``ToTensor`` or ``ToImage``, and whatever a ``ToPILImage`` at
-            its beginning takes. The pipeline must make three channels of each. The loader is left
+            reach the transform as they are, are decoded by the prefetcher, and so are RGB JPEGs
+            that ``torchvision.io.decode_image`` reads. Other pictures are decoded by the dataset,
+            in the workers: PIL images, uint8 tensors ``(3, H, W)``, uint8 arrays ``(H, W, 3)`` for
+            a pipeline that begins with ``ToTensor`` or ``ToImage``, and whatever a ``ToPILImage``
+            at its beginning takes. The pipeline must make three channels of each. All samples must
+            have PIL images, or all tensors, unless it begins with ``ToImage``. The loader is left
             alone. A transform that gets the picture and its target, as those of torchvision's
             references do, runs in the workers without the pixels, and must be made of torchvision's
             functions; boxes, masks and labels are what it makes of them.
@@ -140,11 +151,18 @@ def _asks_for_transforms(options: Keywords) -> bool:
 
 
 def _plan_of(pipeline: list[Transform], begins: Form, *, takes_own: bool) -> Plan:
-    """The plan of a pipeline that moves as a whole; the workers run a ``ToPILImage`` before it."""
+    """The plan of a pipeline that moves as a whole.
+
+    The workers run a ``ToPILImage`` before it, unless files stand for the tensors that it gets.
+    """
     first, rest = opened(pipeline)
-    begins = begins if first is None else PICTURES
-    plan = convert(rest, begins=begins, takes_own=takes_own)
-    return plan if first is None else replace(plan, steps=[*_kept_steps([first]), *plan.steps])
+    if first is None:
+        return convert(rest, begins=begins, takes_own=takes_own)
+    plan = convert(rest, begins=PICTURES, takes_own=takes_own)
+    steps = _kept_steps([first])
+    if begins.is_tensor and makes_picture(first):
+        steps = [Step(first, None, NOTHING, "images are decoded as pictures")]
+    return replace(plan, steps=[*steps, *plan.steps])
 
 
 def _traced_of(

@@ -17,6 +17,7 @@ A FileTensor that the dataset keeps may be used at any time, and is the file's p
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -41,12 +42,15 @@ _UNCHANGED = 0  # of torchvision's ImageReadMode
 _RGB = 3
 _MADE_UP = (3, 64, 64)  # the shape of a bad file, whose sample fails in decode
 _TORCH = torch.Tensor
-# What is known of a tensor without its pixels.
+# What is known of a tensor without its pixels, which is the first argument.
 _KNOWN: frozenset[Call] = frozenset(
     [
         *(
             getattr(_TORCH, name).__get__
-            for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
+            for name in (
+                "shape dtype device ndim layout itemsize nbytes is_cuda is_leaf is_meta is_sparse"
+                " requires_grad"
+            ).split()
         ),
         *(
             getattr(_TORCH, name)
@@ -96,7 +100,7 @@ class ReadFile:
     def use(self) -> str:
         """Why the prefetcher does not decode it, in words; empty if it does."""
         if self.touched:
-            return f"uses {self.touched} of {self.name}"
+            return f"uses .{self.touched} of {self.name}"
         if self._decoded_at_once:
             return f"reads {self.name}, which is no RGB JPEG or is turned, by torchvision.io"
         return ""
@@ -104,7 +108,9 @@ class ReadFile:
     def pixels(self) -> torch.Tensor:
         """The tensor that the dataset has, ``(C, H, W)``."""
         if self._pixels is None:
-            self._pixels = self._decode()
+            made = self._decode()
+            if self._pixels is None:  # no other thread was faster
+                self._pixels = made
         return self._pixels
 
     def touch(self, function: Call) -> torch.Tensor:
@@ -113,10 +119,24 @@ class ReadFile:
         self.touched = self.touched or _name_of(function)
         return pixels
 
+    @property
+    def waits(self) -> bool:
+        """Whether its pixels are still to be decoded, by whoever needs them."""
+        return not self.use
+
+    @property
+    def has_pixels(self) -> bool:
+        return self._pixels is not None
+
+    def wait_again(self) -> None:
+        """Forget the pixels, and what was done to them."""
+        self._pixels = None
+        self.touched = ""
+
     def left_encoded(self, takes: Takes) -> EncodedImage | None:
         """The file, of an image that nothing has touched; None if the device gets its pixels."""
         takes.refuse_form(FORM, self.name)
-        return self._file if takes.leaves_tensors_encoded and not self.use else None
+        return self._file if takes.leaves_tensors_encoded and self.waits else None
 
 
 class FileTensor(torch.Tensor):
@@ -151,9 +171,10 @@ class FileTensor(torch.Tensor):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         named = kwargs or {}
-        if func in _KNOWN:
+        if func in _KNOWN and args and isinstance(args[0], FileTensor):
+            known = args[0].read.pixels() if args[0].read.has_pixels else args[0]
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **named)
+                return func(known, *args[1:], **named)
         given, named = _with_pixels(func, (args, named))
         return func(*given, **named)
 
@@ -180,11 +201,11 @@ def _with_pixels(function: Call, given: T) -> T:
 
 
 def _name_of(function: Call) -> str:
-    """How a use is told of: ``.data`` for an attribute, else the function's own name."""
+    """How a use is told of: the name of an attribute or of a function."""
     name: str = getattr(function, "__name__", type(function).__name__)
     if name in ("__get__", "__set__"):
         name = getattr(getattr(function, "__self__", None), "__name__", name)
-    return f".{name}"
+    return name
 
 
 # --- The operators ---
@@ -281,12 +302,12 @@ def _is_decoded_alike(header: ImageHeader, mode: int, *, apply_exif: bool) -> bo
 
 def _reason_of(error: RuntimeError) -> str:
     """What torchvision says, without its function and the line of its source."""
-    first = str(error).partition("\n")[0]
-    return f"torchvision.io cannot decode it: {first.rpartition(', ')[2] or first}"
+    said = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
+    return f"torchvision.io cannot decode it: {said.rstrip('.')}"
 
 
-_decode_image = _Operator("decode_image")
-_OPERATORS = (_decode_image, *map(_Operator, ("decode_jpeg", "decode_png", "decode_webp")))
+for _name in ("decode_image", "decode_jpeg", "decode_png", "decode_webp"):
+    _Operator(_name)
 
 
 def decoded_by_torchvision(file: EncodedImage) -> torch.Tensor:

@@ -465,7 +465,8 @@ class LeftEncoded:
         if isinstance(given, FileTensor):
             return self._file_of(given)
         if type(given) is not Picture:
-            return self._decoded(given, "a picture", current.latest_use())
+            name = "an image" if isinstance(given, torch.Tensor) else "a picture"
+            return self._decoded(given, name, current.latest_use())
         if given.touched or self.takes.opener is not None:
             return self._decoded(given.as_read(), given.name, given.use, given.path)
         return given.left_encoded(self.takes)
