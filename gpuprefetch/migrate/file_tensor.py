@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from gpuprefetch.core.nested import Leaf, map_leaves
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import LARGE, fault_of
 from gpuprefetch.images.header import ImageHeader, decode_cpu, read_header
@@ -196,7 +196,11 @@ class FileTensor(torch.Tensor):
 
 def _with_pixels(function: Call, given: T) -> T:
     """Arguments with pixels in the places of all that have none yet."""
-    made: T = tree_map_only(FileTensor, lambda each: each.read.touch(function), given)
+
+    def real(leaf: Leaf) -> Leaf:
+        return leaf.read.touch(function) if isinstance(leaf, FileTensor) else leaf
+
+    made: T = map_leaves(real, given)
     return made
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gpuprefetch.core.errors import text_of
@@ -258,7 +259,9 @@ def begins_with(dataset: Any) -> Form:
     try:
         if not len(dataset):
             return PICTURES
-        with untouched(datasets_in(dataset)), trial_draws():
+        # The check of the sample is to see for itself whether the dataset seeds torch.
+        seeds = torch.random.fork_rng(devices=[])
+        with untouched(datasets_in(dataset)), trial_draws(), seeds:
             view_of(dataset, _Telling(Takes.of([])))[0]
     except _Told as told:
         return told.form
