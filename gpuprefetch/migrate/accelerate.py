@@ -25,7 +25,6 @@ from gpuprefetch.images.handed import to_iterate
 from gpuprefetch.images.options import Keywords, Options
 from gpuprefetch.lists.forms import PICTURES, Form, fixes_size
 from gpuprefetch.lists.fused import Given
-from gpuprefetch.lists.rgb import makes_picture
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
 from gpuprefetch.lists.walk import (
@@ -151,18 +150,21 @@ def _asks_for_transforms(options: Keywords) -> bool:
 
 
 def _plan_of(pipeline: list[Transform], begins: Form, *, takes_own: bool) -> Plan:
-    """The plan of a pipeline that moves as a whole.
-
-    The workers run a ``ToPILImage`` before it, unless files stand for the tensors that it gets.
-    """
+    """The plan of a pipeline that moves as a whole; the workers run a ``ToPILImage`` before it."""
     first, rest = opened(pipeline)
     if first is None:
         return convert(rest, begins=begins, takes_own=takes_own)
     plan = convert(rest, begins=PICTURES, takes_own=takes_own)
-    steps = _kept_steps([first])
-    if begins.is_tensor and makes_picture(first):
-        steps = [Step(first, None, NOTHING, "images are decoded as pictures")]
-    return replace(plan, steps=[*steps, *plan.steps])
+    return replace(plan, steps=[*_kept_steps([first]), *plan.steps])
+
+
+def _of_files(plan: Plan) -> Plan:
+    """A plan whose ``ToPILImage`` gets files, which stand for the pictures that it would make."""
+    if not plan.steps or plan.steps[0].where != WORKERS:
+        return plan
+    first, *rest = plan.steps
+    made = replace(first, where=NOTHING, note="images are decoded as pictures")
+    return replace(plan, steps=[made, *rest])
 
 
 def _traced_of(
@@ -266,6 +268,8 @@ def _split_of(
         objects = traced.objects if traced else ()
         checked = check_sample(view, dataset, encoded=True, needed=True, objects=objects)
         refuse_seeding(dataset, [op for ops in lists for op in ops])
+        if not checked.decoder:
+            split = replace(split, plans=[*map(_of_files, plans)])
         return view, replace(split, decoder=checked.decoder), checked
     except (UnsupportedTransformError, UndecodedError, TypeError) as error:
         moves = isinstance(error, (UnsupportedTransformError, UndecodedError))

@@ -236,7 +236,7 @@ def _read_file(path: str) -> torch.Tensor:
         return _file_reader.original(path)  # whose error it is
     fault = fault_of(status)
     if fault or not status.st_size:
-        data = torch.empty(0, dtype=torch.uint8)
+        data = torch.empty(0, dtype=torch.uint8, device="cpu")
     else:
         data = _file_reader.original(path)
     current.open(_ReadBytes(data, path, fault))

@@ -156,13 +156,14 @@ def parity(
     pipeline = pipeline_of(folders)
     opener, ops = opened(pipeline)
     begins = begins_with(loader.dataset)
+    form = begins if opener is None else PICTURES
     if (traced := LeftTraced.of_pipeline(pipeline)) is not None:
         paths = [f"transform{path}" for path in traced.pipelines]
         raise TypeError(
             f"parity compares one pipeline, and {title(traced.op)} holds {', '.join(paths)}. Give "
             f"it each in its turn: parity(DataLoader(ImageFolder(root, {paths[0]}), 64))."
         )
-    plan = convert(ops, begins=begins if opener is None else PICTURES)
+    plan = convert(ops, begins=form)
     view = encoded_view(loader.dataset, pipeline, folders, begins)
     check_sample(view, loader.dataset, encoded=True, needed=True)
     if not len(view):
@@ -178,7 +179,7 @@ def parity(
                 differences = list[tuple[float, ...]]()
                 # The seed is not of the path: the same parameters wherever the files are.
                 seed = 1000 * (len(found) + 1)
-                for old, alone, new in _walk(plan, _given(image, begins), decoded, seed):
+                for old, alone, new in _walk(plan, _given(image, form), decoded, seed):
                     so_far = _difference(old, new)
                     own = so_far if alone is new else _difference(old, alone)
                     differences.append(own + so_far)
