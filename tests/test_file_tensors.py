@@ -480,6 +480,24 @@ def test_a_mask_follows_its_image(paths, read):
         assert torch.equal(olds, news)
 
 
+class WithPlainMask(Masked):
+    """The mask is a tensor that torchvision has read, too, in a dict."""
+
+    def __getitem__(self, index):
+        beside = {"mask": decode_image(self.paths[index]), "index": index}
+        return self.transform(self.read(self.paths[index]), beside)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_tensor_beside_the_image_reaches_its_transform_as_pixels(paths, workers):
+    pipeline = v2.Compose([v2.CenterCrop(48), SCALED])
+    loader = DataLoader(WithPlainMask(paths[:1] * 4, pipeline), 2, num_workers=workers)
+    moved = accelerate(loader, **CPU)
+    for (old, olds), (new, news) in zip(loader, moved, strict=True):
+        torch.testing.assert_close(old, new, atol=LEVEL, rtol=0)
+        assert torch.equal(olds["mask"], news["mask"]) and torch.equal(olds["index"], news["index"])
+
+
 class TwoViews:
     def __init__(self, weak, strong):
         self.weak = weak
@@ -802,6 +820,19 @@ def test_a_bad_file_that_the_dataset_changes_is_torchvisions_error(paths, tmp_pa
     loader = DataLoader(Own(files, read=lambda path: decode_image(path).flip(-1)))
     with pytest.raises(RuntimeError, match="incomplete or truncated"):
         list(accelerate(loader, **CPU))
+
+
+def test_a_decoder_for_other_files_refuses_a_jpeg(paths):
+    loader = DataLoader(Own(paths, read=lambda path: decode_png(read_file(path))))
+    with pytest.raises(BadImageError, match="Content is not png"):
+        list(accelerate(loader, **CPU))
+
+
+def test_truncated_files_are_bad_whatever_pillow_is_told(paths, tmp_path, monkeypatch):
+    monkeypatch.setattr("PIL.ImageFile.LOAD_TRUNCATED_IMAGES", True)
+    files = among(paths, encode(COLORS, "JPEG")[:-200], tmp_path)
+    with pytest.raises(BadImageError, match=r"torchvision\.io cannot decode it: Image is incomp"):
+        list(accelerate(DataLoader(Own(files)), **CPU))
 
 
 def test_wrong_arguments_are_torchvisions_errors(paths):

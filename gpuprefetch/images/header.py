@@ -134,7 +134,8 @@ def _warn_of_size(header: ImageHeader) -> None:
         )
 
 
-def _loads_truncated() -> bool:
+def loads_truncated() -> bool:
+    """Whether the program has Pillow decode truncated files."""
     from PIL import ImageFile
 
     return bool(ImageFile.LOAD_TRUNCATED_IMAGES)
@@ -262,7 +263,7 @@ def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:
         # Only some versions pass on the words of torch's allocator.
         if lacks_memory(error) or not has_room(3 * header.height * header.width):
             raise MemoryError(reason) from error
-        if _loads_truncated():
+        if loads_truncated():
             return _decode_other(data).image
         raise ValueError(f"broken or truncated jpeg image: {reason}") from error
     return image
@@ -318,7 +319,7 @@ def _read(data: bytes, oriented: bool) -> ImageHeader:
     except _BombError:
         raise
     except (ValueError, IndexError, struct.error):
-        if not _loads_truncated():
+        if not loads_truncated():
             raise
         return replace(_read_other(data, oriented), damaged=True)
 

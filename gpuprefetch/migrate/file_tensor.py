@@ -27,7 +27,9 @@ import torch
 from gpuprefetch.core.nested import Leaf, map_leaves
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import LARGE, fault_of
-from gpuprefetch.images.header import ImageHeader, decode_cpu, read_header
+from gpuprefetch.images.header import ImageHeader, decode_cpu, loads_truncated, read_header
+from gpuprefetch.images.host_memory import lacks_memory
+from gpuprefetch.images.jpeg import JPEG
 from gpuprefetch.lists.forms import tensors
 from gpuprefetch.migrate.replaced import Replaced, reading
 from gpuprefetch.migrate.sample import current
@@ -257,9 +259,15 @@ def _file_of(data: torch.Tensor) -> EncodedImage:
 
 
 class _Operator:
-    """An operator that decodes: ``(data, mode, apply_exif_orientation)``."""
+    """An operator that decodes: ``(data, mode, apply_exif_orientation)``.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the operator.
+        takes_jpegs: whether it decodes JPEGs.
+    """
+
+    def __init__(self, name: str, *, takes_jpegs: bool) -> None:
+        self._takes_jpegs = takes_jpegs
         self._own: Replaced[..., torch.Tensor] = reading.replaces(_operators, name, self._decoded)
 
     def _decoded(
@@ -276,13 +284,15 @@ class _Operator:
             data = torch.frombuffer(bytearray(file.data), dtype=torch.uint8)
             return self._own.original(data, mode, *exif, **named)
 
-        header = _header_of(file)
+        header = _header_of(file) if self._takes_jpegs else None
         if header is not None and _is_decoded_alike(header, mode, apply_exif=apply_exif):
             read = ReadFile(file, decode)
             return FileTensor(read, (3, header.height, header.width))
         try:
             pixels = self._own.original(data, mode, *exif, **named)
         except RuntimeError as error:
+            if lacks_memory(error):
+                raise
             if not file._fault:
                 file._condemn(_reason_of(error))
             return FileTensor(ReadFile(file, decode), _MADE_UP)
@@ -290,6 +300,9 @@ class _Operator:
 
 
 def _header_of(file: EncodedImage) -> ImageHeader | None:
+    """The header of a JPEG; None for any other file."""
+    if not file.data.startswith(JPEG):
+        return None
     try:
         with reading.set_aside():
             return read_header(file.data, oriented=False)
@@ -301,7 +314,8 @@ def _is_decoded_alike(header: ImageHeader, mode: int, *, apply_exif: bool) -> bo
     """Whether the prefetcher's decoders give what an operator gives of such a file."""
     colors = header.components == 3 and mode in (_UNCHANGED, _RGB)
     turned = apply_exif and bool(header.exif)
-    return header.format == "jpeg" and colors and not (turned or header.damaged)
+    # torchvision decodes no truncated file, whatever Pillow is told.
+    return colors and not (turned or loads_truncated())
 
 
 def _reason_of(error: RuntimeError) -> str:
@@ -310,13 +324,15 @@ def _reason_of(error: RuntimeError) -> str:
     return f"torchvision.io cannot decode it: {said.rstrip('.')}"
 
 
-for _name in ("decode_image", "decode_jpeg", "decode_png", "decode_webp"):
-    _Operator(_name)
+for _name in ("decode_image", "decode_jpeg"):
+    _Operator(_name, takes_jpegs=True)
+for _name in ("decode_png", "decode_webp"):
+    _Operator(_name, takes_jpegs=False)
 
 
 def decoded_by_torchvision(file: EncodedImage) -> torch.Tensor:
     """The tensor ``(3, H, W)`` that ``decode_image()`` gives of a file, or that it was made of."""
-    if read_header(file.data, oriented=False).format == "jpeg":
+    if file.data.startswith(JPEG):
         data = torch.frombuffer(bytearray(file.data), dtype=torch.uint8)
         made: torch.Tensor = torch.ops.image.decode_image(data, _RGB, False)
         return made

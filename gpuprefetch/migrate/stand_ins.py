@@ -447,7 +447,8 @@ class LeftEncoded:
         self, transform: Callable[..., object], given: tuple[object, ...]
     ) -> tuple[object, ...]:
         """What stands for the results of a transform of a picture and what is beside it."""
-        first, *others = given
+        first = given[0]
+        others = _replaced(_real, [*given[1:]], (FileTensor,))
         is_tensor = isinstance(first, torch.Tensor)
         result = Result.of(self._image_of(first))
         result._put_off(Joint(transform, tuple(others), is_tensor))
@@ -615,10 +616,14 @@ def _shown(
         raise _refusal(who, messages, ways)
     if fault := _fault_of(sample, results):
         raise UndecodedError(f"{who} {fault} {ways}")
-    stand_ins = (Picture, FileTensor)
-    if not any(type(leaf) in stand_ins for leaf in select(sample, _is_not_real)):
+    return _replaced(_left, sample, (Picture, FileTensor))
+
+
+def _replaced(fn: Callable[[Leaf], Leaf], sample: Sample, kinds: tuple[type, ...]) -> Sample:
+    """A sample with ``fn`` applied to its leaves; the same one if it has none of these kinds."""
+    if not any(type(leaf) in kinds for leaf in select(sample, _is_not_real)):
         return sample
-    return map_leaves(_left, sample, _is_not_real)
+    return map_leaves(fn, sample, _is_not_real)
 
 
 def _is_not_real(leaf: Leaf) -> bool:
@@ -627,9 +632,12 @@ def _is_not_real(leaf: Leaf) -> bool:
 
 def _left(leaf: Leaf) -> Leaf:
     """What a sample holds in the place of a stand-in."""
-    if type(leaf) is FileTensor:
-        return leaf.read.pixels()
-    return LeftBehind(leaf.name) if type(leaf) is Picture else leaf
+    return LeftBehind(leaf.name) if type(leaf) is Picture else _real(leaf)
+
+
+def _real(leaf: Leaf) -> Leaf:
+    """The pixels of a tensor that has none yet, and anything else as it is."""
+    return leaf.read.pixels() if type(leaf) is FileTensor else leaf
 
 
 def _kept_of(opened: list[object]) -> list[Picture]:
