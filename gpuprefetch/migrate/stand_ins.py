@@ -541,7 +541,10 @@ def _described(given: object) -> str:
     name = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
     if not isinstance(given, (np.ndarray, torch.Tensor)):
         return name
-    return f"{name} of {given.dtype} {tuple(given.shape)}"
+    place = ""
+    if isinstance(given, torch.Tensor) and given.device.type != "cpu":
+        place = f" on {given.device}"
+    return f"{name} of {given.dtype} {tuple(given.shape)}{place}"
 
 
 # --- A sample ---

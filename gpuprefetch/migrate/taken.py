@@ -35,6 +35,7 @@ _ONE_CHANNEL = (
 )
 _ONE_OF_TENSORS = _ONE_CHANNEL.replace("v2.PILToTensor()", "v2.Identity()")
 _IN_RGB = 'Read it in RGB: decode_image(path, mode="RGB").'
+_CHANNELS_LAST = "Bring it to (C, H, W): image.permute(2, 0, 1)."
 _FROM_FLOATS = (
     "Give it uint8 as decode_image() does, without that conversion, and let it begin with the "
     "conversion: v2.Compose([v2.ToDtype(torch.float32, scale=True), transform])."
@@ -135,6 +136,8 @@ class Takes:
             image = image.expand(3, -1, -1)
         if len(image) != 3:
             advice = f"{_IN_RGB} {_ONE_OF_TENSORS}" if len(image) == 1 else _IN_RGB
+            if image.shape[-1] == 3:
+                advice = _CHANNELS_LAST
             raise UndecodedError(f"{what}, and images have three channels. {advice}")
         return image.permute(1, 2, 0).numpy()
 
