@@ -14,6 +14,7 @@ CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 # Each with what has it, or sets it in its code.
 NAMES = {
     "torch._C._profiler._RecordFunctionFast": "torch._C._profiler",
+    "torch.Tensor._make_wrapper_subclass": "torch:Tensor",
     "torch._sample_dirichlet": "torch",
     "torch._standard_gamma": "torch",
     "torch.utils.data._utils.collate": "torch.utils.data._utils",

@@ -25,8 +25,12 @@ CI_RUN = (ROOT / ".ci" / "run").read_text().replace('"$venv"', ".venv")
 CI_STEPS = re.sub(r'"\$venv(/.*?)"', r".venv\1", CI_RUN).splitlines()
 WORKFLOW_STEPS = re.findall(r"- run: (.*)", (ROOT / ".github/workflows/ci.yml").read_text())
 
-# The loaders below have pin_memory=True, as a reader's with a GPU should.
-pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+pytestmark = [
+    # The loaders below have pin_memory=True, as a reader's with a GPU should.
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+    # torchvision's, of decode_image().
+    pytest.mark.filterwarnings("ignore:The image decoding and encoding:DeprecationWarning"),
+]
 
 
 def blocks(language, text=README):

@@ -12,7 +12,7 @@ import re
 import struct
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -55,6 +55,7 @@ class ImageHeader:
         exif: byte spans in a JPEG. With zeros over them no decoder finds an orientation.
         clipped: PIL's mode of a picture whose values ``convert("RGB")`` clips to 0 to 255, or "".
         damaged: whether it is a damaged JPEG that only Pillow reads, with LOAD_TRUNCATED_IMAGES.
+        components: of a pixel of a JPEG; 0 where they are not known.
 
     Example:
         A photo of 500 x 375 pixels has ``ImageHeader("jpeg", 375, 500, gpu=True)``. A camera that
@@ -69,6 +70,7 @@ class ImageHeader:
     exif: tuple[Span, ...] = ()
     clipped: str = ""
     damaged: bool = False
+    components: int = field(default=0, compare=False)
 
 
 def read_header(data: bytes | memoryview, *, oriented: bool = True) -> ImageHeader:
@@ -132,7 +134,8 @@ def _warn_of_size(header: ImageHeader) -> None:
         )
 
 
-def _loads_truncated() -> bool:
+def loads_truncated() -> bool:
+    """Whether the program has Pillow decode truncated files."""
     from PIL import ImageFile
 
     return bool(ImageFile.LOAD_TRUNCATED_IMAGES)
@@ -260,7 +263,7 @@ def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:
         # Only some versions pass on the words of torch's allocator.
         if lacks_memory(error) or not has_room(3 * header.height * header.width):
             raise MemoryError(reason) from error
-        if _loads_truncated():
+        if loads_truncated():
             return _decode_other(data).image
         raise ValueError(f"broken or truncated jpeg image: {reason}") from error
     return image
@@ -316,7 +319,7 @@ def _read(data: bytes, oriented: bool) -> ImageHeader:
     except _BombError:
         raise
     except (ValueError, IndexError, struct.error):
-        if not _loads_truncated():
+        if not loads_truncated():
             raise
         return replace(_read_other(data, oriented), damaged=True)
 
@@ -407,7 +410,15 @@ def _read_jpeg(data: bytes, oriented: bool) -> ImageHeader:
         )
     orientation = _read_exif(data, jpeg.app1) if oriented and jpeg.app1 else 1
     spans = exif_spans(data, [*jpeg.app1, *jpeg.later_app1])
-    return ImageHeader("jpeg", jpeg.height, jpeg.width, orientation, jpeg.gpu, spans)
+    return ImageHeader(
+        "jpeg",
+        jpeg.height,
+        jpeg.width,
+        orientation,
+        jpeg.gpu,
+        spans,
+        components=jpeg.components,
+    )
 
 
 def _read_exif(data: bytes, segments: Sequence[Span]) -> int:

@@ -73,6 +73,7 @@ class JpegHeader:
         scans: how many the compressed data has.
         app1: the payloads of the APP1 segments before the first scan.
         later_app1: the payloads of those after it.
+        components: how many a pixel has: 1 if it is gray, 3 if it has colors, 4 in CMYK.
     """
 
     height: int
@@ -81,6 +82,7 @@ class JpegHeader:
     scans: int
     app1: _Spans
     later_app1: _Spans
+    components: int
 
 
 def read_jpeg(data: bytes) -> JpegHeader:
@@ -95,13 +97,13 @@ def read_jpeg(data: bytes) -> JpegHeader:
     frames = [span for marker in found.keys() & _FRAME_HEADERS for span in found[marker]]
     if len(frames) != 1:
         raise ValueError(f"broken JPEG: {len(frames)} frame headers instead of one")
-    height, width = struct.unpack_from(">HH", data, frames[0][0] + 1)
+    height, width, components = struct.unpack_from(">HHB", data, frames[0][0] + 1)
     app1 = found.get(_APP1, [])
     if height in _GPU_SIDES and width in _GPU_SIDES and _decodes_on_gpu(data, found):
         # Such a file has one scan, and nothing after it.
-        return JpegHeader(height, width, True, 1, app1, [])
+        return JpegHeader(height, width, True, 1, app1, [], components)
     scans, later_app1 = _after_first_scan(data, found[_SOS][0][1])
-    return JpegHeader(height, width, False, scans, app1, later_app1)
+    return JpegHeader(height, width, False, scans, app1, later_app1, components)
 
 
 # Markers that a segment may follow. libjpeg skips or refuses all others.

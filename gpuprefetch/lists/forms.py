@@ -7,6 +7,8 @@ For ``[v2.Resize(256), v2.CenterCrop(224), v2.ToImage(), v2.ToDtype(torch.float3
     CenterCrop    uint8    0 to 255  PIL or tensor  one size
     ToImage       uint8    0 to 255  Image          one size
     ToDtype       float32  [0, 1]    Image          one size
+
+A dataset shows what its transform begins with: :data:`PICTURES`, or tensors, ``tensors(kind)``.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from gpuprefetch.policies.per_image import Cast, ToFloat, ToUint8
 from gpuprefetch.policies.registry import Is, LibraryOp, has, row_of
 from gpuprefetch.policies.timm import from_timm
 
-_MAKE_TENSORS = ("ToTensor", "PILToTensor", "ToImage")
+_OF_PICTURES = ("ToTensor", "PILToTensor")  # they leave tensors alone
+_MAKE_TENSORS = (*_OF_PICTURES, "ToImage")
 
 
 class Values(Enum):
@@ -44,7 +47,9 @@ class Form:
     values: Values = Values.LEVELS
     is_sized: bool = False  # whether all have one size
     is_tensor: bool = False  # else a PIL image, or perhaps one
-    kind: type | None = None  # torch.Tensor or torchvision's Image; None where it is not known
+    kind: type[torch.Tensor] | None = (
+        None  # torch.Tensor or torchvision's Image; None where it is not known
+    )
     is_picture: bool = False  # surely PIL images, as long as they are no tensors
 
     @property
@@ -71,8 +76,14 @@ class Form:
         return self._converted(op) if has(op, Is.CONVERTS) else self._sized_by(op)
 
     def lets_pass(self, op: LibraryOp) -> bool:
-        """Whether a conversion leaves what it gets: a conversion of dtypes leaves PIL images."""
-        return self.is_picture and not (self.is_tensor or type(op).__name__ in _MAKE_TENSORS)
+        """Whether a conversion leaves what it gets.
+
+        A conversion of dtypes leaves PIL images, and one of PIL images leaves tensors.
+        """
+        name = type(op).__name__
+        if self.is_tensor:
+            return name in _OF_PICTURES
+        return self.is_picture and name not in _MAKE_TENSORS
 
     def dtype_after(self, op: LibraryOp) -> torch.dtype:
         """What a conversion makes of these images."""
@@ -81,12 +92,12 @@ class Form:
             return torch.get_default_dtype()
         return image_dtype(op, self.kind_after(op)) or self.dtype
 
-    def kind_after(self, op: LibraryOp) -> type | None:
+    def kind_after(self, op: LibraryOp) -> type[torch.Tensor] | None:
         from torchvision import tv_tensors
 
         name = type(op).__name__
         if name == "ToImage":
-            image: type = tv_tensors.Image
+            image: type[torch.Tensor] = tv_tensors.Image
             return image
         return torch.Tensor if name in (*_MAKE_TENSORS, "ToPureTensor") else self.kind
 
@@ -107,6 +118,18 @@ class Form:
         if dtype == self.dtype or not getattr(op, "scale", True):
             return replace(tensors, dtype=dtype)
         return tensors._scaled_to(dtype)
+
+
+# What a list begins with where a dataset gives PIL images to it.
+PICTURES = Form(is_picture=True)
+
+
+def tensors(kind: type[torch.Tensor]) -> Form:
+    """What a list begins with where it gets uint8 tensors ``(3, H, W)``.
+
+    ``kind`` is torch.Tensor or torchvision's Image.
+    """
+    return Form(is_tensor=True, kind=kind)
 
 
 def undoes(mean: Sequence[float], std: Sequence[float]) -> bool:

@@ -201,11 +201,9 @@ def in_launch(
     if not (sampled or has(op, Is.CROPS)) or how not in RESIZE_FILTERS:
         return None, ""
     note = "" if is_float else _UNROUNDED
-    if "nearest" in how and is_tensor:
-        note = ""
-    elif "nearest" in how:
+    if "nearest" in how:
         note = NEAREST_TIES
-        how = "nearest-exact"  # PIL's takes the pixel at the center
+        how = how if is_tensor else "nearest-exact"  # PIL's takes the pixel at the center
     elif is_tensor and not op.antialias:
         return None, ""
     elif how == "bicubic" and is_float:

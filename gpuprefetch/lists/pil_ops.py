@@ -17,12 +17,13 @@ import torch
 from PIL import ImageFilter, ImageOps
 
 from gpuprefetch.lists.code import is_written_as
-from gpuprefetch.policies.known import name_of, parts_of
+from gpuprefetch.policies.known import filter_of, name_of, parts_of
 from gpuprefetch.policies.registry import LibraryOp
 
 _BLUR = "PIL's blur is of boxes, which differs most in fine detail"
 _GRAY = "gray levels are cut off, and PIL's are rounded"
 _HUE = "hues are finer than PIL's, which has 256"
+RINGS = "v1 clips bicubic tensors once, and differs by a few levels at sharp edges"
 _REACH = 3  # of the kernel, in standard deviations
 
 
@@ -69,6 +70,17 @@ def differs_from_pil(op: LibraryOp) -> str:
     if name in ("ColorJitter", "RandomPhotometricDistort") and op.hue is not None:
         return _HUE
     return next(filter(None, map(differs_from_pil, parts_of(op))), "")
+
+
+def rings_on_tensors(op: LibraryOp) -> bool:
+    """Whether an op resizes uint8 tensors as floats, by the bicubic filter: v1's ops do.
+
+    v2's and PIL's clip to 0 to 255 between rows and columns.
+    """
+    from torchvision import transforms as v1
+
+    kinds = (v1.Resize, v1.RandomResizedCrop)
+    return type(op) in kinds and filter_of(op) == "bicubic"
 
 
 def is_lightly(op: LibraryOp, module: str, name: str) -> bool:

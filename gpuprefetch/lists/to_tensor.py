@@ -24,10 +24,20 @@ def in_torchvision(op: LibraryOp) -> LibraryOp:
     if kind is not v1.ToTensor and isinstance(op, v1.ToTensor):
         if is_written_as(kind.__call__, _ways()) and kind.__mro__[1] is v1.ToTensor:
             return v1.ToTensor()
-    lightlys = is_lightly(op, "torchvision_v2_compatibility", "ToTensor")
-    if lightlys and torch.get_default_dtype() == torch.float32:
+    if _is_lightlys(op) and torch.get_default_dtype() == torch.float32:
         return v1.ToTensor()
     return from_timm(op)
+
+
+def fails_on_tensors(op: LibraryOp) -> bool:
+    """Whether a conversion takes no tensor: v1's and lightly's; others give it back as it is."""
+    from torchvision import transforms as v1
+
+    return type(op) in (v1.ToTensor, v1.PILToTensor) or _is_lightlys(op)
+
+
+def _is_lightlys(op: LibraryOp) -> bool:
+    return is_lightly(op, "torchvision_v2_compatibility", "ToTensor")
 
 
 @functools.cache

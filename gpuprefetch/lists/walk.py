@@ -36,7 +36,13 @@ from gpuprefetch.lists.fused import (
     in_launch,
     is_kornia,
 )
-from gpuprefetch.lists.pil_ops import Stand, differs_from_pil, stand_for
+from gpuprefetch.lists.pil_ops import (
+    RINGS,
+    Stand,
+    differs_from_pil,
+    rings_on_tensors,
+    stand_for,
+)
 from gpuprefetch.lists.processor import image_processor, list_of_processor
 from gpuprefetch.lists.refused import (
     gives_size,
@@ -46,8 +52,8 @@ from gpuprefetch.lists.refused import (
     refuse_within_kornia,
 )
 from gpuprefetch.lists.rgb import makes_picture, makes_rgb
-from gpuprefetch.lists.to_tensor import in_torchvision
-from gpuprefetch.lists.views import ENCODED, Views, lines_for
+from gpuprefetch.lists.to_tensor import fails_on_tensors, in_torchvision
+from gpuprefetch.lists.views import Views, lines_for
 from gpuprefetch.policies.compile import COMPILERS, FILTERS, compiled
 from gpuprefetch.policies.each import Each
 from gpuprefetch.policies.known import (
@@ -90,6 +96,7 @@ _IN_WORKERS = (
     "let the workers decode, and run all up to it and the crop: accelerate(loader, "
     "keep_unknown=True)"
 )
+_UNKNOWN = Form()
 _IN_LAUNCH = "its result is in [0, 1]"
 _IS_SO = "the launch gives tensors in [0, 1]"
 _OWN = (
@@ -161,8 +168,8 @@ class Plan(Printed):
 def convert(
     pipeline: LibraryOp,
     *,
-    batched: torch.Tensor | None = None,
-    pictures: bool = False,
+    begins: Form = _UNKNOWN,
+    batched: bool = False,
     takes_own: bool = True,
     instead: str = _IN_WORKERS,
 ) -> Plan:
@@ -170,28 +177,20 @@ def convert(
 
     Args:
         pipeline: an op, or several.
-        batched: one of the images, if they come as ``(N, C, H, W)`` and not as encoded files.
-        pictures: whether the pipeline gets PIL images for sure, and not perhaps tensors; its batch
-            is made of them.
+        begins: the form of the images that the pipeline gets. By default they are decoded, and
+            nobody knows if they are PIL images or tensors.
+        batched: whether images come as ``(N, C, H, W)`` and not as encoded files.
         takes_own: whether a user's own function may run on the device, image by image, where images
             are tensors of one size.
         instead: what an error says of an op that cannot move.
     """
     ops = [*flatten(pipeline)]
-    form = Form(is_picture=pictures, is_sized=not any(map(gives_size, ops)))
-    if batched is not None:
-        form = replace(
-            form,
-            is_tensor=not pictures,
-            is_sized=True,
-            kind=type(batched),
-            dtype=batched.dtype,
-        )
+    form = replace(begins, is_sized=begins.is_sized or not any(map(gives_size, ops)))
     walk = _Walk(
         form,
         is_pipeline=True,
-        is_rgb=batched is None,
-        holds_float=batched is None or form.is_float,
+        is_rgb=not batched,
+        holds_float=not batched or form.is_float,
         instead=instead,
         takes_own=takes_own,
     )
@@ -410,12 +409,11 @@ class _Walk:
         if not self.form.is_tensor:
             raise UnsupportedTransformError(
                 "The pipeline ends in PIL images, which no batch can hold. Add v2.ToImage() and "
-                "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it. If it gets tensors "
-                f"that decode_image() has read, let __getitem__ return {ENCODED} in their place, "
-                "apply no transform, and write DataPrefetcher(loader, transforms=[v2.ToImage(), "
-                "*pipeline.transforms]). If an image processor gets the pictures, let the dataset "
-                "give EncodedImage, and write DataPrefetcher(loader, transforms=[pipeline, "
-                "*convert_transforms(processor)])."
+                "v2.ToDtype(torch.float32, scale=True), or ToTensor(), to it. If it is for "
+                "tensors, such as decode_image() gives, let it begin with v2.ToImage(): "
+                "v2.Compose([v2.ToImage(), pipeline]). If an image processor gets the pictures, "
+                "let the dataset give EncodedImage, and write DataPrefetcher(loader, "
+                "transforms=[pipeline, *convert_transforms(processor)])."
             )
         self.began_as_pipeline = True
         return self.finish()
@@ -524,6 +522,7 @@ class _Walk:
             self._add(op, None, NOTHING, "images are decoded as pictures")
             self.form = replace(self.form, is_picture=True)
             return
+        given = op
         op = in_torchvision(op)
         if is_on_device(op):
             raise UnsupportedTransformError(
@@ -540,12 +539,14 @@ class _Walk:
             self._take_own(op)
             return
         if has(op, Is.CONVERTS):
+            if self.form.is_tensor and fails_on_tensors(given):
+                self._refuse_on_tensors(given)
             self._take_conversion(op)
             return
         op = twin(op)
         if has(op, Is.DOES_NOTHING):
             self._add(op, None, NOTHING)
-        elif not self._fuse(op):
+        elif not self._fuse(op, given):
             self._take_on_batch(op)
         self.form = self.form.after(op)
 
@@ -582,8 +583,8 @@ class _Walk:
         self._add_after(op, each, "image by image", _OWN_COSTS)
         self.form = self.form.after(each)
 
-    def _fuse(self, op: LibraryOp) -> bool:
-        """Whether the launch takes an op, which it does then."""
+    def _fuse(self, op: LibraryOp, given: LibraryOp) -> bool:
+        """Whether the launch takes an op, which it does then; ``given`` is what was written."""
         if self.tail:
             return False
         if has(op, Is.NORMALIZES):
@@ -593,6 +594,8 @@ class _Walk:
         stands, note = self._in_launch(op)
         if stands is None:
             return False
+        if self.form.is_tensor and not self.form.is_float and rings_on_tensors(given):
+            note = f"{note}, {RINGS}"
         if isinstance(stands, FusedTransform):
             longer = self.head.then(stands.op, type(op).__name__)
             return self._join(op, stands, longer, note)
@@ -612,7 +615,8 @@ class _Walk:
 
     def _take_conversion(self, op: LibraryOp) -> None:
         if self.form.lets_pass(op):
-            self._add(op, None, NOTHING, "it lets PIL images pass")
+            what = "tensors" if self.form.is_tensor else "PIL images"
+            self._add(op, None, NOTHING, f"it lets {what} pass")
             return
         form = self.form
         after = form.after(op)
@@ -677,6 +681,15 @@ class _Walk:
             f"{name} cannot move to the device: {reason}. {advice}, or {self.instead}."
         )
 
+    def _refuse_on_tensors(self, op: LibraryOp) -> NoReturn:
+        """Refuse a conversion of PIL images that raises an error for tensors."""
+        instead = "Leave it out: decode_image() gives what it would"
+        if "PIL" not in type(op).__name__:
+            instead = "Write v2.ToDtype(torch.float32, scale=True) in its place"
+        raise UnsupportedTransformError(
+            f"{type(op).__name__} takes PIL images and arrays, and gets tensors here. {instead}."
+        )
+
     def _refuse_before_crop(self, op: LibraryOp) -> NoReturn:
         if not has(op, Is.CROPS):
             reason = "no crop or resize before it gives images one size"
@@ -686,6 +699,9 @@ class _Walk:
             reason = "images are resized, padded or normalized already, and two are not one"
             self._refuse(op, reason, "Leave out what does so before it")
         takes = "the nearest pixel, or bilinear or bicubic filters with antialias"
+        if self.form.is_tensor and not getattr(op, "antialias", True):
+            reason = f"the fused launch takes {takes}, and tensors are resized without"
+            self._refuse(op, reason, "Write antialias=True, which gives other pixels")
         self._refuse(op, f"the fused launch takes {takes}, and padding that is of one color")
 
     def _hold(self, floating: bool) -> None:
@@ -721,7 +737,7 @@ def _why_not_on_batch(op: LibraryOp) -> tuple[LibraryOp, str] | None:
         return op, "expand=True gives images of different sizes"
     accepted = RESIZE_FILTERS if has(op, Is.CROPS) else FILTERS
     if hasattr(op, "interpolation") and filter_of(op) not in accepted:
-        return op, f"interpolation={filter_of(op)!r} is for PIL images only"
+        return op, f"interpolation={filter_of(op)!r} is none of {', '.join(accepted)}"
     for inner in map(twin, flatten(op.transforms)) if has(op, Is.HOLDS) else ():
         if why := _why_not_on_batch(inner):
             return why

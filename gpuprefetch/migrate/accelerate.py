@@ -23,16 +23,25 @@ from gpuprefetch.images.apart import image_of, is_image
 from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.images.handed import to_iterate
 from gpuprefetch.images.options import Keywords, Options
-from gpuprefetch.lists.forms import fixes_size
+from gpuprefetch.lists.forms import PICTURES, Form, fixes_size
 from gpuprefetch.lists.fused import Given
 from gpuprefetch.lists.snapshot import Snapshot
 from gpuprefetch.lists.views import Views, lists_of
-from gpuprefetch.lists.walk import WORKERS, Plan, Step, convert, read_for_tensors, without_form
+from gpuprefetch.lists.walk import (
+    NOTHING,
+    WORKERS,
+    Plan,
+    Step,
+    convert,
+    read_for_tensors,
+    without_form,
+)
 from gpuprefetch.migrate.dataset_view import datasets_in, view_of, worker_part
 from gpuprefetch.migrate.faces import stale
 from gpuprefetch.migrate.folders import (
     Checked,
     Folder,
+    begins_with,
     chains_of,
     check_sample,
     encoded_view,
@@ -72,10 +81,12 @@ def accelerate(
             timm pipeline, and returns what that gives: torchvision's and timm's datasets, your own,
             and datasets around these, such as ``Subset``, ``ConcatDataset`` and classes with a
             transform for a split. Files that ``self.loader`` or ``PIL.Image.open`` opens, and that
-            reach the transform as they are, are decoded by the prefetcher. Other pictures are
-            decoded by the dataset, in the workers: PIL images, uint8 arrays ``(H, W, 3)`` for a
-            pipeline that begins with ``ToTensor`` or ``ToImage``, and whatever a ``ToPILImage`` at
-            its beginning takes. The pipeline must make three channels of each. The loader is left
+            reach the transform as they are, are decoded by the prefetcher, and so are RGB JPEGs
+            that ``torchvision.io.decode_image`` reads. Other pictures are decoded by the dataset,
+            in the workers: PIL images, uint8 tensors ``(3, H, W)``, uint8 arrays ``(H, W, 3)`` for
+            a pipeline that begins with ``ToTensor`` or ``ToImage``, and whatever a ``ToPILImage``
+            at its beginning takes. The pipeline must make three channels of each. All samples must
+            have PIL images, or all tensors, unless it begins with ``ToImage``. The loader is left
             alone. A transform that gets the picture and its target, as those of torchvision's
             references do, runs in the workers without the pixels, and must be made of torchvision's
             functions; boxes, masks and labels are what it makes of them.
@@ -138,28 +149,39 @@ def _asks_for_transforms(options: Keywords) -> bool:
     return any(asked)
 
 
-def _plan_of(pipeline: list[Transform], *, takes_own: bool) -> Plan:
+def _plan_of(pipeline: list[Transform], begins: Form, *, takes_own: bool) -> Plan:
     """The plan of a pipeline that moves as a whole; the workers run a ``ToPILImage`` before it."""
     first, rest = opened(pipeline)
-    plan = convert(rest, pictures=True, takes_own=takes_own)
-    return plan if first is None else replace(plan, steps=[*_kept_steps([first]), *plan.steps])
+    if first is None:
+        return convert(rest, begins=begins, takes_own=takes_own)
+    plan = convert(rest, begins=PICTURES, takes_own=takes_own)
+    return replace(plan, steps=[*_kept_steps([first]), *plan.steps])
+
+
+def _of_files(plan: Plan) -> Plan:
+    """A plan whose ``ToPILImage`` gets files, which stand for the pictures that it would make."""
+    if not plan.steps or plan.steps[0].where != WORKERS:
+        return plan
+    first, *rest = plan.steps
+    made = replace(first, where=NOTHING, note="images are decoded as pictures")
+    return replace(plan, steps=[made, *rest])
 
 
 def _traced_of(
-    dataset: Any, pipeline: list[Transform], folders: Sequence[Folder]
+    dataset: Any, pipeline: list[Transform], folders: Sequence[Folder], begins: Form
 ) -> LeftTraced | None:
     """What stands for a transform of several views; None for any other.
 
     It expects in all samples what the transform does for the first one.
     """
-    traced = LeftTraced.of_pipeline(pipeline)
+    traced = LeftTraced.of_pipeline(pipeline, begins)
     if traced is None or not len(dataset):
         return None
     try:
-        return LeftTraced(traced.op, chains_of(dataset, traced, folders))
+        return LeftTraced(traced.op, begins, chains_of(dataset, traced, folders))
     except Exception as error:  # the user's code: whatever it raises tells why it cannot move
         try:
-            convert(traced.op, pictures=True)
+            convert(traced.op, begins=begins)
         except UnsupportedTransformError as refused:
             why = text_of(error)
             for ways in (TWO_WAYS, WAYS_OF_ROWS):
@@ -236,15 +258,18 @@ def _split_of(
     ``adds`` says whether the user's options transform images, beside the pipeline.
     """
     dataset = loader.dataset
+    begins = begins_with(dataset)
     try:
-        traced = None if keep_unknown else _traced_of(dataset, pipeline, folders)
+        traced = None if keep_unknown else _traced_of(dataset, pipeline, folders, begins)
         lists = traced.lists() if traced else [pipeline]
-        view = encoded_view(dataset, traced or pipeline, folders)
-        plans = [_plan_of(ops, takes_own=not keep_unknown) for ops in lists]
+        view = encoded_view(dataset, traced or pipeline, folders, begins)
+        plans = [_plan_of(ops, begins, takes_own=not keep_unknown) for ops in lists]
         split = _Split([], plans, is_whole=False, traced=traced)
         objects = traced.objects if traced else ()
         checked = check_sample(view, dataset, encoded=True, needed=True, objects=objects)
         refuse_seeding(dataset, [op for ops in lists for op in ops])
+        if not checked.decoder:
+            split = replace(split, plans=[*map(_of_files, plans)])
         return view, replace(split, decoder=checked.decoder), checked
     except (UnsupportedTransformError, UndecodedError, TypeError) as error:
         moves = isinstance(error, (UnsupportedTransformError, UndecodedError))
@@ -286,9 +311,14 @@ def _split_late(pipeline: list[Transform], picture: Any) -> _Split:
         image = v2.PILToTensor()(given)
         if is_image(image) and (image.dtype == torch.uint8 or image.is_floating_point()):
             with contextlib.suppress(UnsupportedTransformError):
-                rest = convert(
-                    pipeline[count:], batched=image, pictures=given is not image, takes_own=False
+                begins = Form(
+                    dtype=image.dtype,
+                    is_sized=True,
+                    is_tensor=given is image,
+                    kind=type(image),
+                    is_picture=given is not image,
                 )
+                rest = convert(pipeline[count:], begins=begins, batched=True, takes_own=False)
                 steps = [*_kept_steps(pipeline[:count]), *rest.steps]
                 return _Split(pipeline[:count], [replace(rest, steps=steps)], is_whole=False)
     with untouched(pipeline), trial_draws():

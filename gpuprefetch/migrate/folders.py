@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gpuprefetch.core.errors import text_of
@@ -17,6 +18,7 @@ from gpuprefetch.images.folder import EncodedImageFolder
 from gpuprefetch.images.guard import UndecodedError, end_reading, is_marked
 from gpuprefetch.images.walk import walk
 from gpuprefetch.lists.convert import convert_transforms
+from gpuprefetch.lists.forms import PICTURES, Form
 from gpuprefetch.lists.processor import image_processor
 from gpuprefetch.migrate.dataset_view import (
     datasets_in,
@@ -36,7 +38,7 @@ from gpuprefetch.migrate.stand_ins import (
     LeftEncoded,
     decodes,
 )
-from gpuprefetch.migrate.taken import Takes
+from gpuprefetch.migrate.taken import Takes, form_of
 from gpuprefetch.migrate.traced import Chain, LeftTraced
 from gpuprefetch.migrate.unseen import seeding_in
 from gpuprefetch.migrate.untouched import untouched
@@ -232,14 +234,58 @@ def check_loaders(folders: Sequence[Folder]) -> None:
 
 
 def encoded_view(
-    dataset: Any, pipeline: Sequence[Transform] | LeftEncoded, folders: Sequence[Folder]
+    dataset: Any,
+    pipeline: Sequence[Transform] | LeftEncoded,
+    folders: Sequence[Folder],
+    begins: Form = PICTURES,
 ) -> Any:
-    """The view of a dataset whose files stay encoded, as ``pipeline`` runs on the device."""
+    """The view of a dataset whose files stay encoded, as ``pipeline`` runs on the device.
+
+    ``begins`` is the form of what the pipeline gets.
+    """
     refuse_second_transforms(dataset)
     check_loaders(folders)
     if isinstance(pipeline, LeftEncoded):
         return view_of(dataset, pipeline)
-    return view_of(dataset, LeftEncoded(Takes.of(pipeline)))
+    return view_of(dataset, LeftEncoded(Takes.of(pipeline, begins)))
+
+
+def begins_with(dataset: Any) -> Form:
+    """The form of what the transform of a dataset gets for the first sample.
+
+    Files stay encoded meanwhile. A dataset without a sample counts as one of PIL images; if its
+    first one cannot be read, the form is not known.
+    """
+    try:
+        if not len(dataset):
+            return PICTURES
+        # The check of the sample is to see for itself whether the dataset seeds torch.
+        seeds = torch.random.fork_rng(devices=[])
+        with untouched(datasets_in(dataset)), trial_draws(), seeds:
+            view_of(dataset, _Telling(Takes.of([])))[0]
+    except _Told as told:
+        return told.form
+    except Exception:  # whoever needs the sample tells of it
+        return Form()
+    finally:
+        end_reading()
+    return PICTURES  # it calls no transform
+
+
+class _Told(BaseException):
+    """Carries the form of an image out of a dataset; no dataset catches it."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+
+
+class _Telling(LeftEncoded):
+    """Stands for a transform, and tells the form of what it gets first."""
+
+    def __call__(self, *given: object, **named: object) -> NoReturn:
+        first = next(iter([*given, *named.values()]), None)
+        raise _Told(form_of(first))
 
 
 def chains_of(dataset: Any, traced: LeftTraced, folders: Sequence[Folder]) -> list[Chain]:
@@ -264,7 +310,7 @@ def joint_view(dataset: Any, folders: Sequence[Folder]) -> Any:
     """The view of a dataset whose transform also gets what is beside the picture."""
     refuse_second_transforms(dataset)
     check_loaders(folders)
-    return view_of(dataset, LeftEncoded(Takes.of([]), folders[0].transform))
+    return view_of(dataset, LeftEncoded(Takes.of([], begins=None), folders[0].transform))
 
 
 def takes_several(dataset: Any, *, may_stay: bool) -> bool:

@@ -15,8 +15,11 @@ from gpuprefetch.core.report import Printed, columns, progress
 from gpuprefetch.images.apart import image_of
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.header import read_header
+from gpuprefetch.lists.forms import PICTURES, Form
 from gpuprefetch.lists.walk import FUSED, Plan, convert
+from gpuprefetch.migrate.file_tensor import decoded_by_torchvision
 from gpuprefetch.migrate.folders import (
+    begins_with,
     check_sample,
     encoded_view,
     folders_of,
@@ -141,8 +144,6 @@ def parity(
         UnsupportedTransformError: for an op that cannot move.
         BadImageError: for a file that cannot be decoded.
     """
-    from PIL import Image
-
     if n < 1:
         raise ValueError(f"n is a number of images, at least 1, got {n!r}.")
     folders = folders_of(loader)
@@ -153,15 +154,17 @@ def parity(
             "itself; gpuprefetch.explain(loader) says where each op runs."
         )
     pipeline = pipeline_of(folders)
-    _, ops = opened(pipeline)
+    opener, ops = opened(pipeline)
+    begins = begins_with(loader.dataset)
+    form = begins if opener is None else PICTURES
     if (traced := LeftTraced.of_pipeline(pipeline)) is not None:
         paths = [f"transform{path}" for path in traced.pipelines]
         raise TypeError(
             f"parity compares one pipeline, and {title(traced.op)} holds {', '.join(paths)}. Give "
             f"it each in its turn: parity(DataLoader(ImageFolder(root, {paths[0]}), 64))."
         )
-    plan = convert(ops, pictures=True)
-    view = encoded_view(loader.dataset, pipeline, folders)
+    plan = convert(ops, begins=form)
+    view = encoded_view(loader.dataset, pipeline, folders, begins)
     check_sample(view, loader.dataset, encoded=True, needed=True)
     if not len(view):
         raise ValueError("parity compares images of a dataset, and it has none.")
@@ -176,8 +179,7 @@ def parity(
                 differences = list[tuple[float, ...]]()
                 # The seed is not of the path: the same parameters wherever the files are.
                 seed = 1000 * (len(found) + 1)
-                picture = Image.open(io.BytesIO(image.data)).convert("RGB")
-                for old, alone, new in _walk(plan, picture, decoded, seed):
+                for old, alone, new in _walk(plan, _given(image, form), decoded, seed):
                     so_far = _difference(old, new)
                     own = so_far if alone is new else _difference(old, alone)
                     differences.append(own + so_far)
@@ -213,6 +215,16 @@ def _groups(images: Iterable[EncodedImage]) -> Iterator[list[EncodedImage]]:
 
 # An image, as torchvision's ops take and give it.
 _Image = Any
+
+
+def _given(image: EncodedImage, begins: Form) -> _Image:
+    """What the dataset gives to its transform in the place of an encoded image."""
+    from PIL import Image
+
+    if not begins.is_tensor:
+        return Image.open(io.BytesIO(image.data)).convert("RGB")
+    assert begins.kind is not None, "tensors have a kind"
+    return decoded_by_torchvision(image).as_subclass(begins.kind)
 
 
 @dataclass(frozen=True, slots=True)

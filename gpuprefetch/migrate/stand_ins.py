@@ -5,12 +5,13 @@ sample must show whether the transform got what was read, and that nothing touch
 
     Image.open(path), self.loader(path)    a Picture, which says that it is a PIL image
     picture.convert("RGB")                 a Picture
+    decode_image(path)                     a FileTensor: see file_tensor.py
     self.transform(picture)                a Result, which says that it is a tensor
     the sample that leaves the dataset     an EncodedImage
 
 A Picture that is used in another way stands for the real one, whose pixels the transform takes as
-they are at that moment, as it does of any real picture. A Result cannot be used at all. An error
-that the dataset catches refuses the sample as well.
+they are at that moment, as it does of any real picture or tensor. A Result cannot be used at all.
+An error that the dataset catches refuses the sample as well.
 
 A Picture that the dataset keeps becomes the real one when the sample has left. Other code may get
 it then, and torchvision's v2 would return a stand-in as it is.
@@ -22,11 +23,9 @@ import contextlib
 import copy
 import functools
 import io
-import operator
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, cast
 
 import numpy as np
@@ -49,8 +48,12 @@ from gpuprefetch.images.joint import Promised
 from gpuprefetch.images.places import ViewPlace
 from gpuprefetch.images.ppm import to_ppm
 from gpuprefetch.images.recorded import CONVERSIONS, GEOMETRY, SAME_SIZE, Joint
+from gpuprefetch.lists.forms import PICTURES
 from gpuprefetch.lists.rgb import Modes
 from gpuprefetch.lists.views import ENCODED
+from gpuprefetch.migrate.file_tensor import FileTensor
+from gpuprefetch.migrate.replaced import reading
+from gpuprefetch.migrate.sample import current
 from gpuprefetch.migrate.taken import BY_HAND, Takes
 
 if TYPE_CHECKING:
@@ -72,9 +75,9 @@ SEEDED = (
 )
 IN_WORKERS = "let the workers decode and call it: accelerate(loader, keep_unknown=True)."
 NO_PICTURE = (
-    "It takes PIL images. If it begins with ToPILImage(), it takes what that takes, and if it "
-    "begins with ToTensor() or ToImage(), arrays (H, W, 3) of uint8. In place of an image that "
-    f"decode_image() has read, let __getitem__ return {ENCODED}, apply no transform, and write "
+    "It takes PIL images, and tensors (3, H, W) of uint8 on the CPU. If it begins with "
+    "ToPILImage(), it takes what that takes, and if it begins with ToTensor() or ToImage(), arrays "
+    f"(H, W, 3) of uint8. Or let __getitem__ return {ENCODED}, apply no transform, and write "
     f"{BY_HAND} The same line takes tensors (C, H, W) that are all of one size."
 )
 KEPT = (
@@ -106,7 +109,7 @@ class Picture(_Attributes, Encoded):
         self._real: Image.Image | None = None
         self._loads = False  # whether the dataset has had PIL decode the picture, by its own view
         self.touched = ""  # by which attribute first
-        _sample.opened(self)
+        current.open(self)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # what isinstance() goes by
@@ -210,7 +213,7 @@ class Picture(_Attributes, Encoded):
     def _opened(self) -> Image.Image:
         """The real picture, which PIL decodes when its pixels are asked for."""
         if self._real is None:
-            real = _opening.open(io.BytesIO(self._file.data))
+            real = _pil_open.original(io.BytesIO(self._file.data))
             real.filename = self._file.path
             self._real = real
         return self._real
@@ -262,7 +265,7 @@ class Picture(_Attributes, Encoded):
             width, height = self._opened().size
             return [height, width]
         try:
-            with _opening.set_aside():
+            with reading.set_aside():
                 header = read_header(self._file.data)
         except ValueError:
             return [64, 64]
@@ -279,6 +282,7 @@ class Picture(_Attributes, Encoded):
 
     def left_encoded(self, takes: Takes) -> EncodedImage:
         """The file, of a picture that nothing has touched."""
+        takes.refuse_form(PICTURES, self.name)
         if takes.modes is not Modes.ANY:
             takes.refuse_mode(self._mode_of_pixels(), self.name)
         return self._file
@@ -443,10 +447,10 @@ class LeftEncoded:
         self, transform: Callable[..., object], given: tuple[object, ...]
     ) -> tuple[object, ...]:
         """What stands for the results of a transform of a picture and what is beside it."""
-        first, *others = given
+        first = given[0]
+        others = _replaced(_real, [*given[1:]], (FileTensor,))
         is_tensor = isinstance(first, torch.Tensor)
-        picture = _picture_of_tensor(first) if isinstance(first, torch.Tensor) else first
-        result = Result.of(self._image_of(picture))
+        result = Result.of(self._image_of(first))
         result._put_off(Joint(transform, tuple(others), is_tensor))
         note_result(result)
         return result, *(Promised(result, number) for number in range(len(others)))
@@ -459,17 +463,32 @@ class LeftEncoded:
             raise UndecodedError(
                 "the transform is called with an EncodedImage. Pass transforms to DataPrefetcher."
             )
+        if isinstance(given, FileTensor):
+            return self._file_of(given)
         if type(given) is not Picture:
-            return self._decoded(given, "a picture", _sample.latest_use())
+            name = "an image" if isinstance(given, torch.Tensor) else "a picture"
+            return self._decoded(given, name, current.latest_use())
         if given.touched or self.takes.opener is not None:
             return self._decoded(given.as_read(), given.name, given.use, given.path)
         return given.left_encoded(self.takes)
 
-    def stand_in_for(self, given: object) -> Picture:
-        """A picture that nothing has touched, of the pixels where what is given is no such one."""
+    def _file_of(self, given: FileTensor) -> EncodedImage:
+        """The file of a tensor that nothing has touched, and else one of its pixels."""
+        read = given.read
+        if (file := read.left_encoded(self.takes)) is not None:
+            return file
+        return self._decoded(read.pixels(), read.name, read.use, read.path)
+
+    def stand_in_for(self, given: object) -> Picture | FileTensor:
+        """What stands for a file that nothing has touched: of the pixels of what is given."""
         if type(given) is Picture and not given.touched:
             return given
-        return Picture(self._image_of(given), is_rgb=True)
+        if type(given) is FileTensor and given.read.left_encoded(self.takes) is not None:
+            return given
+        file = self._image_of(given)
+        if isinstance(given, torch.Tensor):
+            return FileTensor.of_file(file)
+        return Picture(file, is_rgb=True)
 
     def _decoded(self, given: object, name: str, use: str, path: str = "") -> EncodedImage:
         """A file of the pixels of what the transform gets."""
@@ -477,7 +496,7 @@ class LeftEncoded:
         if pixels is None:
             raise UndecodedError(f"the transform gets a {_described(given)}. {NO_PICTURE}")
         decodes.add(use)
-        return EncodedImage(to_ppm(pixels), _sample.index, path)
+        return EncodedImage(to_ppm(pixels), current.index, path)
 
 
 def only_argument(given: Sequence[object], named: Mapping[str, object]) -> object:
@@ -516,81 +535,36 @@ def _know_functions() -> None:
             _utils._register_kernel_internal(function, Picture)(of_a_real_one(function))
 
 
-def _picture_of_tensor(given: torch.Tensor) -> Image.Image | torch.Tensor:
-    """The picture of a uint8 tensor ``(3, H, W)``, and anything else as it is."""
-    from PIL import Image
-
-    if given.dtype != torch.uint8 or given.dim() != 3 or len(given) != 3:
-        return given
-    return Image.fromarray(given.as_subclass(torch.Tensor).permute(1, 2, 0).numpy())
-
-
 def _described(given: object) -> str:
     """What the transform gets, in words, where that is no picture."""
     kind = type(given)
     name = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
     if not isinstance(given, (np.ndarray, torch.Tensor)):
         return name
-    return f"{name} of {given.dtype} {tuple(given.shape)}"
+    place = ""
+    if isinstance(given, torch.Tensor) and given.device.type != "cpu":
+        place = f" on {given.device}"
+    return f"{name} of {given.dtype} {tuple(given.shape)}{place}"
 
 
 # --- A sample ---
 
 
-class _Sample(threading.local):
-    """The sample that this thread reads: its pictures, and what its transforms have given."""
-
-    def __init__(self) -> None:
-        self.pictures: list[Picture] = []
-        self.results: list[Result | LaterView] | None = None  # None while no sample is read
-        self.index = -1  # in its dataset; -1 where that is no integer
-        self.seed = 0  # torch's, when the sample was begun
-
-    @contextlib.contextmanager
-    def begun(self, key: object) -> Iterator[list[Result | LaterView]]:
-        """Read the sample of a key in this block."""
-        self.results = results = list[Result | LaterView]()
-        self.seed = torch.initial_seed()
-        with contextlib.suppress(TypeError):
-            self.index = operator.index(key)  # type: ignore[arg-type]
-        try:
-            yield results
-        finally:
-            self.pictures = []
-            self.results = None
-            self.index = -1
-
-    def latest_use(self) -> str:
-        """What was done with the pixels of the latest file that was used."""
-        uses = [each.use for each in self.pictures if type(each) is Picture]
-        return next(filter(None, reversed(uses)), "")
-
-    def opened(self, picture: Picture) -> None:
-        if self.results is not None:
-            self.pictures.append(picture)
-
-    def note(self, result: Result | LaterView) -> None:
-        if self.results is None:
-            return
-        self.results.append(result)
-        if len(self.results) > 1 and torch.initial_seed() != self.seed:
-            raise UndecodedError(
-                "torch's seed is set between the images of a sample, so that they are sampled "
-                f"alike. {SEEDED}"
-            )
-
-
-_sample = _Sample()
-
-
 def note_result(result: Result | LaterView) -> None:
     """Note what a transform gave: the sample has to hold it."""
-    _sample.note(result)
+    if current.results is None:
+        return
+    current.results.append(result)
+    if len(current.results) > 1 and current.is_seeded_anew:
+        raise UndecodedError(
+            "torch's seed is set between the images of a sample, so that they are sampled alike. "
+            f"{SEEDED}"
+        )
 
 
 def has_result() -> bool:
     """Whether a transform has given something for this sample."""
-    return bool(_sample.results)
+    return bool(current.results)
 
 
 # What each picture whose pixels are handed on shows of why: what was done with its file, or "".
@@ -609,15 +583,15 @@ def read_sample(get: Callable[[], Sample], who: str, key: object, ways: str = TW
     Raises:
         UndecodedError: if its transform got no picture, or what it gave was touched.
     """
-    if _sample.results is not None:
+    if current.results is not None:
         return get()
     if "torchvision.transforms.v2.functional" in sys.modules:  # else nobody can call them
         _know_functions()
-    with _opening, faults as messages, _sample.begun(key) as results:
+    with reading, faults as messages, current.begun(key) as results:
         try:
             sample = _shown(get, who, ways, messages, results)
         finally:
-            for picture in _kept_of(_sample.pictures):
+            for picture in _kept_of(current.opened):
                 if type(picture) is Picture:  # else a module got it, and it is real
                     picture.become_real()
     for result in results:
@@ -632,7 +606,7 @@ def _shown(
     who: str,
     ways: str,
     messages: list[str],
-    results: list[Result | LaterView],
+    results: list[Encoded],
 ) -> Sample:
     """A sample that shows what became of its pictures."""
     try:
@@ -645,19 +619,35 @@ def _shown(
         raise _refusal(who, messages, ways)
     if fault := _fault_of(sample, results):
         raise UndecodedError(f"{who} {fault} {ways}")
-    if not any(type(image) is Picture for image in select(sample, is_marked)):
+    return _replaced(_left, sample, (Picture, FileTensor))
+
+
+def _replaced(fn: Callable[[Leaf], Leaf], sample: Sample, kinds: tuple[type, ...]) -> Sample:
+    """A sample with ``fn`` applied to its leaves; the same one if it has none of these kinds."""
+    if not any(type(leaf) in kinds for leaf in select(sample, _is_not_real)):
         return sample
-
-    def left(leaf: Leaf) -> Leaf:
-        return LeftBehind(leaf.name) if type(leaf) is Picture else leaf
-
-    return map_leaves(left, sample, is_marked)
+    return map_leaves(fn, sample, _is_not_real)
 
 
-def _kept_of(pictures: list[Picture]) -> list[Picture]:
-    """Those of a sample's pictures that something else than this list holds."""
-    counts = _references(pictures)
-    return [picture for picture, n in zip(pictures, counts, strict=True) if n > _ALONE]
+def _is_not_real(leaf: Leaf) -> bool:
+    return is_marked(leaf) or type(leaf) is FileTensor
+
+
+def _left(leaf: Leaf) -> Leaf:
+    """What a sample holds in the place of a stand-in."""
+    return LeftBehind(leaf.name) if type(leaf) is Picture else _real(leaf)
+
+
+def _real(leaf: Leaf) -> Leaf:
+    """The pixels of a tensor that has none yet, and anything else as it is."""
+    return leaf.read.pixels() if type(leaf) is FileTensor else leaf
+
+
+def _kept_of(opened: list[object]) -> list[Picture]:
+    """The pictures of a sample that something else than this list holds."""
+    counts = _references(opened)
+    kept = [each for each, n in zip(opened, counts, strict=True) if n > _ALONE]
+    return [each for each in kept if type(each) is Picture]
 
 
 def _references(objects: Sequence[object]) -> list[int]:
@@ -673,7 +663,7 @@ def _refusal(who: str, messages: list[str], ways: str) -> UndecodedError:
     return UndecodedError(message if told else f"{message} {ways}")
 
 
-def _fault_of(sample: Sample, made: list[Result | LaterView]) -> str:
+def _fault_of(sample: Sample, made: list[Encoded]) -> str:
     """Why a sample does not show what becomes of its pictures; empty if it does."""
     marked = select(sample, is_marked)
     images = [image for image in marked if type(image) is not Picture]
@@ -710,77 +700,26 @@ def transformed_already(sample: Sample) -> str:
 # --- PIL.Image.open ---
 
 
-class _Opening:
-    """While a thread is in this scope, PIL.Image.open gives it a :class:`Picture`."""
+def _pil() -> object:
+    from PIL import Image
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._readers: set[int] = set()
-        self._within: set[int] = set()  # readers that are in code of this package
-        self._original: Callable[..., Any] | None = None  # while it is replaced
-
-    def open(self, *args: Any, **named: Any) -> Any:
-        """PIL's own."""
-        from PIL import Image
-
-        return (self._original or Image.open)(*args, **named)
-
-    def __enter__(self) -> None:
-        from PIL import Image
-
-        with self._lock:
-            self._readers.add(threading.get_ident())
-            if self._original is None:
-                self._original = Image.open
-                Image.open = _open
-
-    def __exit__(self, *error: object) -> None:
-        from PIL import Image
-
-        with self._lock:
-            self._readers.discard(threading.get_ident())
-            if not self._readers and Image.open is _open:
-                Image.open = self._original  # type: ignore[assignment]
-                self._original = None
-
-    @property
-    def is_for_this_thread(self) -> bool:
-        thread = threading.get_ident()
-        return thread in self._readers and thread not in self._within
-
-    @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Give this thread real pictures: reading a large file looks into it."""
-        thread = threading.get_ident()
-        self._within.add(thread)
-        try:
-            yield
-        finally:
-            self._within.discard(thread)
-
-    def forked(self) -> None:
-        """Forget the threads that do not exist in a new process, which may have held the lock."""
-        self._lock = threading.Lock()
-        self._readers = {threading.get_ident()} & self._readers
-        self._within = {threading.get_ident()} & self._within
-
-
-_opening = _Opening()
-if hasattr(os, "register_at_fork"):  # not on every platform
-    os.register_at_fork(after_in_child=_opening.forked)
+    return Image
 
 
 def _open(fp: Any, mode: str = "r", formats: Any = None) -> Any:
     """PIL.Image.open, for a thread that reads a sample of a view."""
-    if mode != "r" or formats is not None or not _opening.is_for_this_thread:
-        return _opening.open(fp, mode, formats)
+    if mode != "r" or formats is not None:
+        return _pil_open.original(fp, mode, formats)
     if isinstance(fp, (str, bytes, os.PathLike)):
         return Picture(read_path(os.fsdecode(fp)), is_rgb=False)
     return Picture(read_file(fp, getattr(fp, "name", "")), is_rgb=False)
 
 
+_pil_open = reading.replaces(_pil, "open", _open)
+
+
 def read_path(path: str | os.PathLike[str]) -> EncodedImage:
-    with _opening.set_aside():
+    with reading.set_aside():
         return read_image(path)
 
 
@@ -792,5 +731,5 @@ def read_file(file: BinaryIO, path: object = "", index: int = -1) -> EncodedImag
         file.seek(0)
     except (AttributeError, io.UnsupportedOperation):
         return EncodedImage(file.read(), index, path)
-    with _opening.set_aside():
+    with reading.set_aside():
         return EncodedImage(read_open(file, size), index, path)

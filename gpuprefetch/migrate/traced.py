@@ -27,10 +27,11 @@ import torch
 from gpuprefetch.core.nested import Leaf, Sample, map_leaves, select
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.guard import UndecodedError, is_marked
-from gpuprefetch.lists.forms import Form
+from gpuprefetch.lists.forms import PICTURES, Form
 from gpuprefetch.lists.rgb import Modes
 from gpuprefetch.lists.to_tensor import in_torchvision
 from gpuprefetch.migrate.faces import Faces, holds_pipeline
+from gpuprefetch.migrate.file_tensor import FileTensor, ReadFile
 from gpuprefetch.migrate.stand_ins import (
     IN_WORKERS,
     LaterView,
@@ -101,6 +102,9 @@ class _Trace:
         if type(given) is Token:
             before = self._passed_on(given)
             is_tensor = given.is_tensor
+        elif type(given) is FileTensor:
+            self._read(given.read, pipeline)
+            is_tensor = True
         elif type(given) is Picture:
             self._read(given, pipeline)
         else:
@@ -112,13 +116,13 @@ class _Trace:
         self.chains.append((*before, pipeline.path))
         return token
 
-    def _read(self, picture: Picture, pipeline: Aside) -> None:
-        if picture.touched:
+    def _read(self, picture: Picture | ReadFile, pipeline: Aside) -> None:
+        file = picture.left_encoded(pipeline.takes) if not picture.touched else None
+        if file is None:
             raise UndecodedError(
                 f"{picture.name} is changed, or its pixels are read, before {pipeline.path} of the "
                 f"transform gets it: by .{picture.touched}. {_SAME}"
             )
-        file = picture.left_encoded(pipeline.takes)
         if self.file is not None and file is not self.file:
             raise UndecodedError("the pipelines of its transform are called with two pictures.")
         self.file = file
@@ -169,7 +173,7 @@ class Aside:
         self.pipeline = pipeline
         self.path = path
         self._ops = [*flatten(pipeline)]
-        self.takes = Takes.of(self._ops)
+        self.takes = Takes.of(self._ops, begins=None)
         self._is_made = True
 
     @property  # type: ignore[misc]
@@ -180,7 +184,7 @@ class Aside:
         from PIL import Image
 
         def is_picture(leaf: object) -> bool:
-            return is_marked(leaf) or isinstance(leaf, Image.Image)
+            return is_marked(leaf) or type(leaf) is FileTensor or isinstance(leaf, Image.Image)
 
         if not select([given, named], is_picture):
             return self.pipeline(*given, **named)  # with something else than a picture
@@ -230,13 +234,17 @@ class LeftTraced(LeftEncoded):
 
     Args:
         op: the user's.
+        begins: the form of what the transform gets.
         expected: the chain of each view; None for the first sample, which tells.
     """
 
-    def __init__(self, op: LibraryOp, expected: Sequence[Chain] | None = None) -> None:
-        super().__init__(Takes(Modes.RGB))
+    def __init__(
+        self, op: LibraryOp, begins: Form, expected: Sequence[Chain] | None = None
+    ) -> None:
+        super().__init__(Takes(Modes.RGB, begins=begins))
         faces = Faces(Aside)
         self.op = op
+        self._begins = begins
         self.expected = expected
         self.seen: list[list[Chain]] = []  # the chains of each sample, while none are expected
         self._face = faces.of(op, "")
@@ -244,16 +252,16 @@ class LeftTraced(LeftEncoded):
         self.objects = faces.objects  # whose code runs in every sample
 
     def __reduce__(self) -> tuple[object, ...]:
-        return LeftTraced, (self.op, self.expected)
+        return LeftTraced, (self.op, self._begins, self.expected)
 
     @staticmethod
-    def of_pipeline(pipeline: Sequence[LibraryOp]) -> LeftTraced | None:
+    def of_pipeline(pipeline: Sequence[LibraryOp], begins: Form = PICTURES) -> LeftTraced | None:
         """For a transform that no library knows, if it holds pipelines; None for any other."""
         (op, *others) = pipeline or [None]
         known = torchvision_class(op) is not None or timm_class(op) is not None
         if others or known or holds_pipeline(op) or isinstance(op, LeftEncoded):
             return None
-        traced = LeftTraced(op)
+        traced = LeftTraced(op, begins)
         return traced if traced.pipelines else None
 
     def __call__(self, *given: object, **named: object) -> object:

@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpuprefetch.migrate.file_tensor import FileTensor
+
 Restore = Callable[[], object]
 Entries = dict[object, object] | list[object] | set[object] | deque[object]
 
@@ -108,6 +110,11 @@ class _State:
                 self._hold(value, depth + 1)
 
     def _hold_numbers(self, numbers: npt.NDArray[np.generic] | torch.Tensor) -> None:
+        if isinstance(numbers, FileTensor):
+            if numbers.read.waits:
+                self.restores.append(numbers.read.wait_again)
+                return
+            numbers = numbers.read.pixels()
         array = _array_of(numbers)
         if array is None or self._bytes + array.nbytes > _MOST_BYTES or not self._is_new(numbers):
             return

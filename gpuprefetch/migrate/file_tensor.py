@@ -1,0 +1,339 @@
+"""What torchvision.io gives to a dataset, while a view of it gives a sample.
+
+``decode_image`` and its kin call operators of ``torch.ops.image``. These give a tensor without
+pixels, which says what is in a file's header, and which becomes pixels as soon as anybody uses it::
+
+    image = decode_image(path)            a FileTensor
+    image.shape, image.dtype, len(image)  known by the header
+    self.transform(image)                 the file goes to the device
+    image[:, :100], image / 255           pixels, which the operator itself has decoded
+
+A file that the prefetcher's decoders might read otherwise than the operator does is decoded at
+once: what is no JPEG, and a JPEG that is gray or CMYK, or to be turned by its EXIF orientation.
+
+A FileTensor that the dataset keeps may be used at any time, and is the file's pixels then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from gpuprefetch.core.nested import Leaf, map_leaves
+from gpuprefetch.images.encoded import EncodedImage
+from gpuprefetch.images.folder import LARGE, fault_of
+from gpuprefetch.images.header import ImageHeader, decode_cpu, loads_truncated, read_header
+from gpuprefetch.images.host_memory import lacks_memory
+from gpuprefetch.images.jpeg import JPEG
+from gpuprefetch.lists.forms import tensors
+from gpuprefetch.migrate.replaced import Replaced, reading
+from gpuprefetch.migrate.sample import current
+from gpuprefetch.migrate.taken import Takes
+
+T = TypeVar("T")
+S = TypeVar("S", bound=torch.Tensor)
+Call = Callable[..., object]
+
+FORM = tensors(torch.Tensor)  # of images that a dataset reads so
+_UNCHANGED = 0  # of torchvision's ImageReadMode
+_RGB = 3
+_MADE_UP = (3, 64, 64)  # the shape of a bad file, whose sample fails in decode
+_TORCH = torch.Tensor
+# What is known of a tensor without its pixels, which is the first argument.
+_KNOWN: frozenset[Call] = frozenset(
+    [
+        *(
+            getattr(_TORCH, name).__get__
+            for name in (
+                "shape dtype device ndim layout itemsize nbytes is_cuda is_leaf is_meta is_sparse"
+                " requires_grad"
+            ).split()
+        ),
+        *(
+            getattr(_TORCH, name)
+            for name in (
+                "size dim ndimension numel nelement __len__ __hash__ element_size get_device"
+                " is_floating_point is_complex is_signed"
+            ).split()
+        ),
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
+    ]
+)
+
+
+class ReadFile:
+    """A file that an operator has read.
+
+    Args:
+        file: its bytes.
+        decode: gives its pixels.
+        pixels: them, if the operator has decoded them already.
+    """
+
+    def __init__(
+        self,
+        file: EncodedImage,
+        decode: Callable[[], torch.Tensor],
+        pixels: torch.Tensor | None = None,
+    ) -> None:
+        self._file = file
+        self._decode = decode
+        self._pixels = pixels
+        self._decoded_at_once = pixels is not None
+        self.touched = ""  # by which function first
+        current.open(self)
+
+    @property
+    def name(self) -> str:
+        return f"the image {self.path!r}" if self.path else "an image"
+
+    @property
+    def path(self) -> str:
+        return self._file.path
+
+    @property
+    def use(self) -> str:
+        """Why the prefetcher does not decode it, in words; empty if it does."""
+        if self.touched:
+            return f"uses .{self.touched} of {self.name}"
+        if self._decoded_at_once:
+            return f"reads {self.name}, which is no RGB JPEG or is turned, by torchvision.io"
+        return ""
+
+    def pixels(self) -> torch.Tensor:
+        """The tensor that the dataset has, ``(C, H, W)``."""
+        if self._pixels is None:
+            made = self._decode()
+            if self._pixels is None:  # no other thread was faster
+                self._pixels = made
+        return self._pixels
+
+    def touch(self, function: Call) -> torch.Tensor:
+        """The tensor for a function, which may change it or tell of its pixels."""
+        pixels = self.pixels()
+        self.touched = self.touched or _name_of(function)
+        return pixels
+
+    @property
+    def waits(self) -> bool:
+        """Whether its pixels are still to be decoded, by whoever needs them."""
+        return not self.use
+
+    @property
+    def has_pixels(self) -> bool:
+        return self._pixels is not None
+
+    def wait_again(self) -> None:
+        """Forget the pixels, and what was done to them."""
+        self._pixels = None
+        self.touched = ""
+
+    def left_encoded(self, takes: Takes) -> EncodedImage | None:
+        """The file, of an image that nothing has touched; None if the device gets its pixels."""
+        takes.refuse_form(FORM, self.name)
+        return self._file if takes.leaves_tensors_encoded and self.waits else None
+
+
+class FileTensor(torch.Tensor):
+    """A tensor without pixels, which stands for those of a file."""
+
+    @staticmethod
+    def __new__(
+        cls, read: ReadFile, shape: Sequence[int], dtype: torch.dtype = torch.uint8
+    ) -> FileTensor:
+        cpu = torch.device("cpu")
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=cpu)
+
+    def __init__(
+        self, read: ReadFile, shape: Sequence[int], dtype: torch.dtype = torch.uint8
+    ) -> None:
+        super().__init__()
+        self.read = read
+
+    @staticmethod
+    def of_file(file: EncodedImage) -> FileTensor:
+        """The pixels of a file that the prefetcher decodes."""
+        header = read_header(file.data, oriented=False)
+        read = ReadFile(file, lambda: decode_cpu(file.data, header))
+        return FileTensor(read, (3, header.height, header.width))
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Call,
+        types: Iterable[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        named = kwargs or {}
+        if func in _KNOWN and args and isinstance(args[0], FileTensor):
+            known = args[0].read.pixels() if args[0].read.has_pixels else args[0]
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(known, *args[1:], **named)
+        given, named = _with_pixels(func, (args, named))
+        return func(*given, **named)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own gives no types
+        cls,
+        func: Call,
+        types: Iterable[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        given, named = _with_pixels(func, (args, kwargs or {}))
+        return func(*given, **named)
+
+    def as_subclass(self, cls: type[S]) -> S:
+        # torch would make a subclass of the pixels' own tensor, which belongs to another object.
+        return self.read.touch(_TORCH.as_subclass).as_subclass(cls)
+
+
+def _with_pixels(function: Call, given: T) -> T:
+    """Arguments with pixels in the places of all that have none yet."""
+
+    def real(leaf: Leaf) -> Leaf:
+        return leaf.read.touch(function) if isinstance(leaf, FileTensor) else leaf
+
+    made: T = map_leaves(real, given)
+    return made
+
+
+def _name_of(function: Call) -> str:
+    """How a use is told of: the name of an attribute or of a function."""
+    name: str = getattr(function, "__name__", type(function).__name__)
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(function, "__self__", None), "__name__", name)
+    return name
+
+
+# --- The operators ---
+
+
+def _operators() -> object:
+    return torch.ops.image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ReadBytes:
+    """The bytes that an operator has read in this sample, and from where."""
+
+    data: torch.Tensor
+    path: str
+    fault: str  # why these are no image; empty if they may be one
+
+
+def _read_file(path: str) -> torch.Tensor:
+    """The bytes of a file: none of one that is empty, or no regular file, which is a bad image."""
+    try:
+        status = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return _file_reader.original(path)  # whose error it is
+    fault = fault_of(status)
+    if fault or not status.st_size:
+        data = torch.empty(0, dtype=torch.uint8, device="cpu")
+    else:
+        data = _file_reader.original(path)
+    current.open(_ReadBytes(data, path, fault))
+    return data
+
+
+_file_reader = reading.replaces(_operators, "read_file", _read_file)
+
+
+def _file_of(data: torch.Tensor) -> EncodedImage:
+    """The file whose bytes these are; what the dataset has done to them counts."""
+    read = [each for each in current.opened if isinstance(each, _ReadBytes) and each.data is data]
+    path = read[0].path if read else ""
+    file = EncodedImage(data.numpy().tobytes(), -1, path)
+    if read and read[0].fault:
+        file._condemn(read[0].fault)
+    return file
+
+
+class _Operator:
+    """An operator that decodes: ``(data, mode, apply_exif_orientation)``.
+
+    Args:
+        name: of the operator.
+        takes_jpegs: whether it decodes JPEGs.
+    """
+
+    def __init__(self, name: str, *, takes_jpegs: bool) -> None:
+        self._takes_jpegs = takes_jpegs
+        self._own: Replaced[..., torch.Tensor] = reading.replaces(_operators, name, self._decoded)
+
+    def _decoded(
+        self, data: torch.Tensor, mode: int = _UNCHANGED, *exif: bool, **named: object
+    ) -> torch.Tensor:
+        plain = isinstance(data, torch.Tensor) and data.device.type == "cpu"
+        if not plain or data.dtype != torch.uint8 or data.dim() != 1 or data.numel() > LARGE:
+            return self._own.original(data, mode, *exif, **named)  # whose error it may be
+        file = _file_of(data)
+        apply_exif = any(exif) or bool(named.get("apply_exif_orientation"))
+
+        def decode() -> torch.Tensor:
+            # Of a copy: the dataset may use its own memory for the next file.
+            data = torch.frombuffer(bytearray(file.data), dtype=torch.uint8)
+            return self._own.original(data, mode, *exif, **named)
+
+        header = _header_of(file) if self._takes_jpegs else None
+        if header is not None and _is_decoded_alike(header, mode, apply_exif=apply_exif):
+            read = ReadFile(file, decode)
+            return FileTensor(read, (3, header.height, header.width))
+        try:
+            pixels = self._own.original(data, mode, *exif, **named)
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise
+            if not file._fault:
+                file._condemn(_reason_of(error))
+            return FileTensor(ReadFile(file, decode), _MADE_UP)
+        return FileTensor(ReadFile(file, decode, pixels), pixels.shape, pixels.dtype)
+
+
+def _header_of(file: EncodedImage) -> ImageHeader | None:
+    """The header of a JPEG; None for any other file."""
+    if not file.data.startswith(JPEG):
+        return None
+    try:
+        with reading.set_aside():
+            return read_header(file.data, oriented=False)
+    except ValueError:
+        return None
+
+
+def _is_decoded_alike(header: ImageHeader, mode: int, *, apply_exif: bool) -> bool:
+    """Whether the prefetcher's decoders give what an operator gives of such a file."""
+    colors = header.components == 3 and mode in (_UNCHANGED, _RGB)
+    turned = apply_exif and bool(header.exif)
+    # torchvision decodes no truncated file, whatever Pillow is told.
+    return colors and not (turned or loads_truncated())
+
+
+def _reason_of(error: RuntimeError) -> str:
+    """What torchvision says, without its function and the line of its source."""
+    said = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
+    return f"torchvision.io cannot decode it: {said.rstrip('.')}"
+
+
+for _name in ("decode_image", "decode_jpeg"):
+    _Operator(_name, takes_jpegs=True)
+for _name in ("decode_png", "decode_webp"):
+    _Operator(_name, takes_jpegs=False)
+
+
+def decoded_by_torchvision(file: EncodedImage) -> torch.Tensor:
+    """The tensor ``(3, H, W)`` that ``decode_image()`` gives of a file, or that it was made of."""
+    if file.data.startswith(JPEG):
+        data = torch.frombuffer(bytearray(file.data), dtype=torch.uint8)
+        made: torch.Tensor = torch.ops.image.decode_image(data, _RGB, False)
+        return made
+    return decode_cpu(file.data)
