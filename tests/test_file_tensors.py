@@ -1,5 +1,6 @@
 """Datasets that read with torchvision.io, as PyTorch's tutorials do, move as they are."""
 
+import contextlib
 import copy
 import multiprocessing
 import pickle
@@ -14,6 +15,7 @@ from fakes import assert_same_batches
 from pictures import draw, encode
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
+from torchcodec import decoders
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.datasets import ImageFolder
@@ -46,6 +48,7 @@ NORMALIZE = v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 CROPPED = [v2.Resize(36), v2.CenterCrop(32)]
 PIPELINE = v2.Compose([*CROPPED, SCALED])
 OPERATORS = ("read_file", "decode_image", "decode_jpeg", "decode_png", "decode_webp")
+TORCHCODECS = ("_source_to_tensor", "_detect_image_format", "_decode_jpeg", "_decode_png")
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +147,16 @@ ENCODED = {
     "a reused buffer": of_a_reused_buffer,
     "header": by_its_header,
     "as_tensor": lambda path: torch.as_tensor(decode_image(path)),
+    "TorchCodec": decoders.decode_image,
+    "TorchCodec, unchanged": partial(decoders.decode_image, mode="UNCHANGED"),
+    "TorchCodec, a Path": lambda path: decoders.decode_image(Path(path)),
+    "TorchCodec's decode_jpeg": lambda path: decoders.decode_jpeg(Path(path).read_bytes()),
+    "TorchCodec, a list": lambda path: decoders.decode_jpeg([path, path], output_dtype="auto")[1],
 }
 
 
 @pytest.mark.parametrize("name", ENCODED)
-def test_files_that_torchvision_reads_are_decoded_by_the_prefetcher(paths, name):
+def test_files_that_libraries_read_are_decoded_by_the_prefetcher(paths, name):
     dataset = Own(paths, read=ENCODED[name])
     moved = held(DataLoader(dataset, 3))
     assert "by the dataset" not in moved.describe()
@@ -238,14 +246,9 @@ def test_an_image_that_is_changed_before_its_transform_is_handed_on_as_it_is(pat
 
 
 def test_tensors_that_others_decode_are_handed_on(paths):
-    from torchcodec import decoders
-
-    for read in (
-        decoders.decode_image,
-        lambda path: torch.from_numpy(as_array(path)).movedim(2, 0),
-    ):
-        moved = held(DataLoader(Own(paths, read=read), 3))
-        assert "decode by the dataset, in the workers (it" in moved.describe()
+    dataset = Own(paths, read=lambda path: torch.from_numpy(as_array(path)).movedim(2, 0))
+    moved = held(DataLoader(dataset, 3))
+    assert "decode by the dataset, in the workers (it" in moved.describe()
 
 
 @pytest.mark.filterwarnings("ignore:scale was set to True but no dtype:UserWarning")
@@ -620,6 +623,45 @@ def test_files_of_all_kinds_are_what_torchvision_makes_of_them_in_rgb(paths, tmp
     assert left_encoded(dataset) == [True, by_us, True]
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_files_of_all_kinds_are_what_torchcodec_makes_of_them(paths, tmp_path, name):
+    dataset = Own(among(paths, KINDS[name], tmp_path), read=decoders.decode_image)
+    held(DataLoader(dataset, 3))
+    assert left_encoded(dataset) == [True, name == "progressive", True]
+
+
+def exif_of(orientation=None, note=b"", big=False):
+    """A JPEG of a camera, whose EXIF has an orientation or none, and perhaps a note."""
+    exif = Image.Exif()
+    exif.endian = ">" if big else "<"
+    exif[0x010F] = "Maker" + note.decode("latin1")
+    if orientation is not None:
+        exif[0x0112] = orientation
+    return encode(COLORS, "JPEG", exif=exif.tobytes())
+
+
+@pytest.mark.parametrize("big", [False, True])
+@pytest.mark.parametrize(
+    ("orientation", "note", "by_us"),
+    [
+        (None, b"", True),
+        (1, b"", True),
+        (6, b"", False),
+        (3, b"", False),
+        (1, b"\x12\x01", False),  # which may be a tag, for all that anybody knows
+        (None, b"\x12\x01", False),
+        (0, b"", False),
+    ],
+)
+def test_photos_with_exif_stay_encoded_where_nothing_can_turn_them(
+    paths, tmp_path, orientation, note, by_us, big
+):
+    data = exif_of(orientation, note[::-1] if big else note, big)
+    dataset = Own(among(paths, data, tmp_path), read=decoders.decode_image)
+    held(DataLoader(dataset, 3))
+    assert left_encoded(dataset) == [True, by_us, True]
+
+
 def test_the_prefetchers_jpegs_are_torchvisions():
     for sampling in (0, 1, 2):
         for quality in (30, 95):
@@ -812,11 +854,13 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("read", "workers"), [(decode_image, 0), (decode_image, 2), (decoders.decode_image, 0)]
+)
 @pytest.mark.parametrize("name", BAD)
-def test_bad_files_are_errors_or_left_out(paths, tmp_path, name, workers):
+def test_bad_files_are_errors_or_left_out(paths, tmp_path, name, read, workers):
     files = among(paths, BAD[name], tmp_path, "bad.jpg")
-    loader = DataLoader(Own(files), 3, num_workers=workers)
+    loader = DataLoader(Own(files, read=read), 3, num_workers=workers)
     with pytest.raises(BadImageError, match=r"bad\.jpg"):
         list(accelerate(loader, **CPU))
     skipping = accelerate(loader, **CPU, on_error="skip")
@@ -828,15 +872,31 @@ def test_bad_files_are_errors_or_left_out(paths, tmp_path, name, workers):
 
 
 def test_a_folder_in_the_place_of_a_file_is_bad(paths, tmp_path):
-    loader = DataLoader(Own([paths[0], str(tmp_path)]))
-    with pytest.raises(BadImageError, match="it is a folder"):
-        list(accelerate(loader, **CPU))
+    for read in (decode_image, decoders.decode_image):
+        loader = DataLoader(Own([paths[0], str(tmp_path)], read=read))
+        with pytest.raises(BadImageError, match="it is a folder"):
+            list(accelerate(loader, **CPU))
 
 
 def test_a_file_that_is_not_there_is_torchvisions_error(paths):
     for files in (["nowhere.jpg", *paths], [*paths, "nowhere.jpg"]):
         with pytest.raises(RuntimeError, match=r"No such file or directory: 'nowhere\.jpg'"):
             list(accelerate(DataLoader(Own(files)), **CPU))
+        with pytest.raises(FileNotFoundError, match=r"nowhere\.jpg"):
+            list(accelerate(DataLoader(Own(files, read=decoders.decode_image)), **CPU))
+
+
+def test_a_buffer_that_holds_no_image_and_then_one_is_read_again(paths):
+    """What was said of the same tensor before is not said of it now."""
+
+    def read(path):
+        data = torch.zeros(len(Path(path).read_bytes()), dtype=torch.uint8)
+        with contextlib.suppress(ValueError, RuntimeError):
+            decoders.decode_image(data)
+        data.copy_(torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8))
+        return decoders.decode_image(data)
+
+    held(DataLoader(Own(paths, read=read), 3))
 
 
 def test_a_bad_file_that_the_dataset_changes_is_torchvisions_error(paths, tmp_path):
@@ -857,6 +917,8 @@ def test_truncated_files_are_bad_whatever_pillow_is_told(paths, tmp_path, monkey
     files = among(paths, encode(COLORS, "JPEG")[:-200], tmp_path)
     with pytest.raises(BadImageError, match=r"torchvision\.io cannot decode it: Image is incomp"):
         list(accelerate(DataLoader(Own(files)), **CPU))
+    with pytest.raises(BadImageError, match=r"TorchCodec cannot decode it: "):
+        list(accelerate(DataLoader(Own(files, read=decoders.decode_image)), **CPU))
 
 
 def test_wrong_arguments_are_torchvisions_errors(paths):
@@ -967,7 +1029,8 @@ def test_a_trial_leaves_no_trace_in_kept_images(paths):
 
 
 def operators():
-    return [getattr(torch.ops.image, name) for name in OPERATORS]
+    in_torchcodec = [getattr(decoders._image_decoders, name) for name in TORCHCODECS]
+    return [getattr(torch.ops.image, name) for name in OPERATORS] + in_torchcodec
 
 
 def test_the_operators_are_as_before_whatever_happens(paths):
@@ -1002,6 +1065,7 @@ def test_other_threads_read_pixels(paths):
         while not stop.is_set():
             kinds.append(type(decode_image(paths[0])))
             kinds.append(type(decode_png(read_file(png))))
+            kinds.append(type(decoders.decode_image(paths[0])))
 
     png = str(Path(paths[0]).parents[2] / "thread.png")
     Path(png).write_bytes(KINDS["PNG"])
@@ -1011,6 +1075,7 @@ def test_other_threads_read_pixels(paths):
     try:
         for _ in range(3):
             list(accelerate(DataLoader(Own(paths), 2), **CPU))
+            list(accelerate(DataLoader(Own(paths, read=decoders.decode_image), 2), **CPU))
         held_in_two_threads(paths)
     finally:
         stop.set()

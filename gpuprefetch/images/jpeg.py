@@ -140,6 +140,32 @@ def exif_spans(data: bytes, segments: Sequence[Span]) -> tuple[Span, ...]:
     return tuple((start, start + 10) for start in forty_twos)
 
 
+# The orientation's tag in either order of bytes, and the whole entry that says 1: do not turn.
+_ORIENTATION = {b"II": b"\x12\x01", b"MM": b"\x01\x12"}
+_UPRIGHT = {
+    b"II": b"\x12\x01\x03\x00\x01\x00\x00\x00\x01\x00",
+    b"MM": b"\x01\x12\x00\x03\x00\x00\x00\x01\x00\x01",
+}
+
+
+def may_be_turned(data: bytes) -> bool:
+    """Whether a decoder that applies the EXIF orientation could turn this JPEG.
+
+    Decoders read broken EXIF differently, so any bytes that look like the tag count, such as those
+    of a thumbnail may.
+
+    Raises:
+        ValueError: if it is no JPEG.
+    """
+    jpeg = read_jpeg(data)
+    for start, stop in (*jpeg.app1, *jpeg.later_app1):
+        segment = data[start:stop]
+        for order in _ORIENTATION.keys() & {segment[6:8]} or _ORIENTATION:
+            if segment.count(_ORIENTATION[order]) != segment.count(_UPRIGHT[order]):
+                return True
+    return False
+
+
 # Note [Files for the GPU]
 # NVIDIA does not document what nvJPEG does with a truncated file, or with one whose color space
 # must be guessed. nvJPEG reports little damage, and a decoder that has refused a file cannot be

@@ -1,7 +1,8 @@
-"""What torchvision.io gives to a dataset, while a view of it gives a sample.
+"""What torchvision.io and TorchCodec give to a dataset, while a view of it gives a sample.
 
-``decode_image`` and its kin call operators of ``torch.ops.image``. These give a tensor without
-pixels, which says what is in a file's header, and which becomes pixels as soon as anybody uses it::
+Their ``decode_image`` and its kin call operators, of ``torch.ops.image`` and of TorchCodec. These
+give a tensor without pixels, which says what is in a file's header, and which becomes pixels as
+soon as anybody uses it::
 
     image = decode_image(path)            a FileTensor
     image.shape, image.dtype, len(image)  known by the header
@@ -10,6 +11,7 @@ pixels, which says what is in a file's header, and which becomes pixels as soon 
 
 A file that the prefetcher's decoders might read otherwise than the operator does is decoded at
 once: what is no JPEG, and a JPEG that is gray or CMYK, or to be turned by its EXIF orientation.
+TorchCodec turns them always, torchvision where it is told to.
 
 A FileTensor that the dataset keeps may be used at any time, and is the file's pixels then.
 """
@@ -18,8 +20,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -29,7 +33,7 @@ from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import LARGE, fault_of
 from gpuprefetch.images.header import ImageHeader, decode_cpu, loads_truncated, read_header
 from gpuprefetch.images.host_memory import lacks_memory
-from gpuprefetch.images.jpeg import JPEG
+from gpuprefetch.images.jpeg import JPEG, may_be_turned
 from gpuprefetch.lists.forms import tensors
 from gpuprefetch.migrate.replaced import Replaced, reading
 from gpuprefetch.migrate.sample import current
@@ -73,6 +77,7 @@ class ReadFile:
 
     Args:
         file: its bytes.
+        library: whose operator it is.
         decode: gives its pixels.
         pixels: them, if the operator has decoded them already.
     """
@@ -80,10 +85,12 @@ class ReadFile:
     def __init__(
         self,
         file: EncodedImage,
+        library: str,
         decode: Callable[[], torch.Tensor],
         pixels: torch.Tensor | None = None,
     ) -> None:
         self._file = file
+        self._library = library
         self._decode = decode
         self._pixels = pixels
         self._decoded_at_once = pixels is not None
@@ -104,13 +111,14 @@ class ReadFile:
         if self.touched:
             return f"uses .{self.touched} of {self.name}"
         if self._decoded_at_once:
-            return f"reads {self.name}, which is no RGB JPEG or is turned, by torchvision.io"
+            return f"reads {self.name}, which is no RGB JPEG or is turned, by {self._library}"
         return ""
 
     def pixels(self) -> torch.Tensor:
         """The tensor that the dataset has, ``(C, H, W)``."""
         if self._pixels is None:
-            made = self._decode()
+            with reading.set_aside():  # this package's own decoder is TorchCodec's
+                made = self._decode()
             if self._pixels is None:  # no other thread was faster
                 self._pixels = made
         return self._pixels
@@ -161,7 +169,7 @@ class FileTensor(torch.Tensor):
     def of_file(file: EncodedImage) -> FileTensor:
         """The pixels of a file that the prefetcher decodes."""
         header = read_header(file.data, oriented=False)
-        read = ReadFile(file, lambda: decode_cpu(file.data, header))
+        read = ReadFile(file, "this package", lambda: decode_cpu(file.data, header))
         return FileTensor(read, (3, header.height, header.width))
 
     @classmethod
@@ -217,8 +225,25 @@ def _name_of(function: Call) -> str:
 # --- The operators ---
 
 
-def _operators() -> object:
-    return torch.ops.image
+@dataclass(frozen=True, slots=True)
+class _Library:
+    """Where operators are that read files.
+
+    Attributes:
+        name: of the module that users import.
+        owner: gives what has the operators; None if it is not imported.
+        turns: whether all of them apply the EXIF orientation.
+    """
+
+    name: str
+    owner: Callable[[], object]
+    turns: bool
+
+
+_TORCHVISION = _Library("torchvision.io", lambda: torch.ops.image, turns=False)
+_TORCHCODEC = _Library(
+    "TorchCodec", lambda: sys.modules.get("torchcodec.decoders._image_decoders"), turns=True
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,73 +255,118 @@ class _ReadBytes:
     fault: str  # why these are no image; empty if they may be one
 
 
-def _read_file(path: str) -> torch.Tensor:
+def _read_file(path: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """The bytes of a file: none of one that is empty, or no regular file, which is a bad image."""
     try:
         status = os.stat(path)  # noqa: PTH116
     except OSError:
-        return _file_reader.original(path)  # whose error it is
+        return read(path)  # whose error it is
     fault = fault_of(status)
     if fault or not status.st_size:
         data = torch.empty(0, dtype=torch.uint8, device="cpu")
     else:
-        data = _file_reader.original(path)
+        data = read(path)
     current.open(_ReadBytes(data, path, fault))
     return data
 
 
-_file_reader = reading.replaces(_operators, "read_file", _read_file)
+def _read_by_torchvision(path: str) -> torch.Tensor:
+    return _read_file(path, _torchvisions.original)
+
+
+def _read_by_torchcodec(source: object) -> torch.Tensor:
+    if isinstance(source, str | Path):
+        return _read_file(os.fspath(source), _torchcodecs.original)
+    return _torchcodecs.original(source)
+
+
+_torchvisions = reading.replaces(_TORCHVISION.owner, "read_file", _read_by_torchvision)
+_torchcodecs = reading.replaces(_TORCHCODEC.owner, "_source_to_tensor", _read_by_torchcodec)
+
+
+def _format_of(data: torch.Tensor) -> str:
+    """The format of a file, and ``"jpeg"`` of what is no image: that decoder refuses it."""
+    before = fault = _fault_of(data)
+    try:
+        found = _formats.original(data)
+        fault = ""
+    except ValueError as error:
+        found = "jpeg"
+        fault = fault or _refused(_TORCHCODEC, str(error).partition(". ")[0])
+    if fault != before:
+        current.open(_ReadBytes(data, _path_of(data), fault))
+    return found
+
+
+_formats = reading.replaces(_TORCHCODEC.owner, "_detect_image_format", _format_of)
+
+
+def _read_as(data: torch.Tensor) -> list[_ReadBytes]:
+    """What is known of bytes: the latest first."""
+    read = [each for each in reversed(current.opened) if isinstance(each, _ReadBytes)]
+    return [each for each in read if each.data is data]
+
+
+def _path_of(data: torch.Tensor) -> str:
+    return next((each.path for each in _read_as(data)), "")
+
+
+def _fault_of(data: torch.Tensor) -> str:
+    return next((each.fault for each in _read_as(data)), "")
 
 
 def _file_of(data: torch.Tensor) -> EncodedImage:
     """The file whose bytes these are; what the dataset has done to them counts."""
-    read = [each for each in current.opened if isinstance(each, _ReadBytes) and each.data is data]
-    path = read[0].path if read else ""
-    file = EncodedImage(data.numpy().tobytes(), -1, path)
-    if read and read[0].fault:
-        file._condemn(read[0].fault)
+    file = EncodedImage(data.numpy().tobytes(), -1, _path_of(data))
+    if fault := _fault_of(data):
+        file._condemn(fault)
     return file
 
 
 class _Operator:
-    """An operator that decodes: ``(data, mode, apply_exif_orientation)``.
+    """An operator that decodes: ``(data, mode, ...)``.
 
     Args:
+        library: which has it.
         name: of the operator.
         takes_jpegs: whether it decodes JPEGs.
     """
 
-    def __init__(self, name: str, *, takes_jpegs: bool) -> None:
+    def __init__(self, library: _Library, name: str, *, takes_jpegs: bool) -> None:
+        self._library = library
         self._takes_jpegs = takes_jpegs
-        self._own: Replaced[..., torch.Tensor] = reading.replaces(_operators, name, self._decoded)
+        self._own: Replaced[..., torch.Tensor] = reading.replaces(
+            library.owner, name, self._decoded
+        )
 
     def _decoded(
-        self, data: torch.Tensor, mode: int = _UNCHANGED, *exif: bool, **named: object
+        self, data: torch.Tensor, mode: int = _UNCHANGED, *more: object, **named: object
     ) -> torch.Tensor:
         plain = isinstance(data, torch.Tensor) and data.device.type == "cpu"
         if not plain or data.dtype != torch.uint8 or data.dim() != 1 or data.numel() > LARGE:
-            return self._own.original(data, mode, *exif, **named)  # whose error it may be
+            return self._own.original(data, mode, *more, **named)  # whose error it may be
         file = _file_of(data)
-        apply_exif = any(exif) or bool(named.get("apply_exif_orientation"))
+        turns = any(more) or bool(named.get("apply_exif_orientation")) or self._library.turns
 
         def decode() -> torch.Tensor:
             # Of a copy: the dataset may use its own memory for the next file.
             data = torch.frombuffer(bytearray(file.data), dtype=torch.uint8)
-            return self._own.original(data, mode, *exif, **named)
+            return self._own.original(data, mode, *more, **named)
 
         header = _header_of(file) if self._takes_jpegs else None
-        if header is not None and _is_decoded_alike(header, mode, apply_exif=apply_exif):
-            read = ReadFile(file, decode)
+        if header is not None and _is_decoded_alike(file, header, mode, turns=turns):
+            read = ReadFile(file, self._library.name, decode)
             return FileTensor(read, (3, header.height, header.width))
         try:
-            pixels = self._own.original(data, mode, *exif, **named)
+            pixels = self._own.original(data, mode, *more, **named)
         except RuntimeError as error:
             if lacks_memory(error):
                 raise
             if not file._fault:
-                file._condemn(_reason_of(error))
-            return FileTensor(ReadFile(file, decode), _MADE_UP)
-        return FileTensor(ReadFile(file, decode, pixels), pixels.shape, pixels.dtype)
+                file._condemn(_refused(self._library, _reason_of(error)))
+            return FileTensor(ReadFile(file, self._library.name, decode), _MADE_UP)
+        read = ReadFile(file, self._library.name, decode, pixels)
+        return FileTensor(read, pixels.shape, pixels.dtype)
 
 
 def _header_of(file: EncodedImage) -> ImageHeader | None:
@@ -310,24 +380,30 @@ def _header_of(file: EncodedImage) -> ImageHeader | None:
         return None
 
 
-def _is_decoded_alike(header: ImageHeader, mode: int, *, apply_exif: bool) -> bool:
+def _is_decoded_alike(file: EncodedImage, header: ImageHeader, mode: int, *, turns: bool) -> bool:
     """Whether the prefetcher's decoders give what an operator gives of such a file."""
     colors = header.components == 3 and mode in (_UNCHANGED, _RGB)
-    turned = apply_exif and bool(header.exif)
-    # torchvision decodes no truncated file, whatever Pillow is told.
+    turned = turns and bool(header.exif) and may_be_turned(file.data)
+    # The operators decode no truncated file, whatever Pillow is told.
     return colors and not (turned or loads_truncated())
 
 
 def _reason_of(error: RuntimeError) -> str:
-    """What torchvision says, without its function and the line of its source."""
-    said = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
-    return f"torchvision.io cannot decode it: {said.rstrip('.')}"
+    """What an operator says, without its function and the line of its source."""
+    return re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
+
+
+def _refused(library: _Library, reason: str) -> str:
+    return f"{library.name} cannot decode it: {reason.rstrip('.')}"
 
 
 for _name in ("decode_image", "decode_jpeg"):
-    _Operator(_name, takes_jpegs=True)
+    _Operator(_TORCHVISION, _name, takes_jpegs=True)
 for _name in ("decode_png", "decode_webp"):
-    _Operator(_name, takes_jpegs=False)
+    _Operator(_TORCHVISION, _name, takes_jpegs=False)
+_Operator(_TORCHCODEC, "_decode_jpeg", takes_jpegs=True)
+for _name in ("_decode_png", "_decode_webp"):
+    _Operator(_TORCHCODEC, _name, takes_jpegs=False)
 
 
 def decoded_by_torchvision(file: EncodedImage) -> torch.Tensor:
