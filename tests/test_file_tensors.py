@@ -1141,3 +1141,25 @@ def test_both_kinds_of_stand_ins_in_a_sample(paths):
             return self.transform(image), levels
 
     held(DataLoader(Both(paths), 3))
+
+
+class Asking(Own):
+    """Its collate function reads images, too, and says whether these are tensors."""
+
+    def __getitem__(self, index):
+        return *super().__getitem__(index), index
+
+    def ask(self, batch):
+        images = [decode_image(self.paths[0]), decoders.decode_image(self.paths[0])]
+        are_tensors = all(type(image) is torch.Tensor for image in images)
+        return default_collate(batch), are_tensors
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_worker_reads_between_samples_is_the_librarys(paths, workers):
+    dataset = Asking(paths)
+    loader = DataLoader(dataset, 3, num_workers=workers, collate_fn=dataset.ask)
+    for (images, _, numbers), are_tensors in accelerate(loader, **CPU):
+        assert are_tensors
+        want = torch.stack([dataset[i][0] for i in numbers])
+        torch.testing.assert_close(images, want, atol=LEVEL, rtol=0)
