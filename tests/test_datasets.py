@@ -22,7 +22,15 @@ from PIL.Image import open as open_by_another_name
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 from torchvision import datasets as tv
 from torchvision import transforms as v1
 from torchvision import tv_tensors
@@ -805,6 +813,33 @@ def test_wrappers_move_by_their_own_transform(folder, name):
     assert prefetcher.dataset is dataset
     assert prefetcher.stats.cpu_images == len(dataset)
     assert parity(DataLoader(dataset), 2, device="cpu").mean < 1
+
+
+class OfSplits(DS):
+    """Has a transform of its own, and a dictionary of other datasets, which it reads not."""
+
+    def __init__(self, dataset, transform):
+        super().__init__(dataset, transform)
+        self.splits = {"train": ImageFolder(dataset.root, v1.Resize(9)), "name": "photos"}
+
+
+COLUMNS = {
+    "labels": lambda of: StackDataset(of, list(range(COUNT))),
+    "tensors": lambda of: StackDataset(torch.arange(COUNT), of),
+    "a dictionary": lambda of: StackDataset(photo=of, number=list(range(COUNT))),
+    "two columns": lambda of: StackDataset(one=of, other=Subset(of, range(COUNT)[::-1])),
+    "within": lambda of: Subset(StackDataset(photo=of, number=torch.arange(COUNT)), [5, 1]),
+    "its own": lambda of: OfSplits(ImageFolder(of.root), PIPELINE),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_datasets_beside_other_things_move(folder, name):
+    loader = DataLoader(COLUMNS[name](ImageFolder(str(folder), PIPELINE)), 3)
+    prefetcher = accelerate(loader, **CPU)
+    assert "by the dataset" not in prefetcher.describe()
+    torch.testing.assert_close([*prefetcher], [*loader], atol=2 / 255, rtol=0)
+    assert prefetcher.stats.cpu_images >= len(loader.dataset)
 
 
 def test_random_parameters_follow_the_sample_of_a_wrapper(folder):

@@ -48,6 +48,7 @@ from gpuprefetch.policies.per_image import Transform
 from gpuprefetch.policies.timm import from_timm, is_timm
 
 Dataset = Any  # the user's, of any class
+_SEARCHED = 100  # entries: a longer list is one of samples, unless all of it are datasets
 
 # --- What a dataset is made of ---
 
@@ -121,14 +122,37 @@ def _is_pipeline(value: object) -> bool:
 
 
 def within(dataset: Dataset) -> dict[str, list[Dataset]]:
-    """The datasets that a dataset holds, by its attributes."""
+    """The datasets that a dataset holds, by its attributes.
+
+    These are datasets and lists of them. In a dataset without a transform of its own, datasets also
+    count in a dictionary, and beside other things, as a ``StackDataset`` may hold them.
+    """
     own: dict[str, object] = getattr(dataset, "__dict__", {})
     found = {}
     for name, value in own.items():
         held = [value] if _is_dataset(value) else value
         if isinstance(held, (list, tuple)) and held and all(map(_is_dataset, held)):
             found[name] = list(held)
+        elif (some := _datasets_among(held)) and not own_transform(dataset):
+            found[name] = some
     return found
+
+
+def _datasets_among(held: object) -> list[Dataset]:
+    """The datasets in a short dictionary, list or tuple."""
+    values = list(held.values()) if type(held) is dict else held
+    if not isinstance(values, (list, tuple)) or len(values) > _SEARCHED:
+        return []
+    return [value for value in values if _is_dataset(value)]
+
+
+def _with_views(held: Any, views: Iterator[Dataset]) -> object:
+    """What a dataset holds, with the next view in the place of each dataset."""
+    if _is_dataset(held):
+        return next(views)
+    if type(held) is dict:
+        return {key: next(views) if _is_dataset(each) else each for key, each in held.items()}
+    return type(held)([next(views) if _is_dataset(each) else each for each in held])
 
 
 def _is_dataset(value: object) -> bool:
@@ -177,9 +201,8 @@ def _marks(transform: Transform) -> bool:
 def _views_within(dataset: Dataset, transform: Transform) -> dict[str, object]:
     instead: dict[str, object] = {}
     for name, held in within(dataset).items():
-        views = [view_of(each, transform) for each in held]
-        value = getattr(dataset, name)
-        instead[name] = views[0] if _is_dataset(value) else type(value)(views)
+        views = iter([view_of(each, transform) for each in held])
+        instead[name] = _with_views(getattr(dataset, name), views)
     return instead
 
 
