@@ -10,6 +10,7 @@ import re
 import shutil
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -1551,3 +1552,29 @@ def test_splits_are_no_classes(tiles, tmp_path):
     for name in ("train", "val"):
         shutil.copytree(tiles / "a", tmp_path / "flat" / name)
     assert EncodedImageFolder(tmp_path / "flat").classes == ["train", "val"]
+
+
+class InThreads(Own):
+    """Reads its pictures in a thread pool, and transforms them there or not."""
+
+    def __init__(self, paths, *, transforms_there):
+        super().__init__(paths, READS["Image.open"])
+        self.transforms_there = transforms_there
+
+    def read_one(self, path):
+        picture = Image.open(path).convert("RGB")
+        return self.transform(picture) if self.transforms_there else picture
+
+    def __getitem__(self, index):
+        with ThreadPoolExecutor(2) as pool:
+            found = [*pool.map(self.read_one, [self.paths[index], self.paths[0]])]
+        return *(found if self.transforms_there else map(self.transform, found)), index
+
+
+def test_a_transform_that_is_called_in_a_thread_is_refused_and_the_advice_works(paths):
+    loader = DataLoader(InThreads(paths, transforms_there=True), 3)
+    with pytest.raises(
+        TypeError, match=r"calls its transform in a thread that .* read the picture only"
+    ):
+        accelerate(loader, **CPU)
+    moved(InThreads(paths, transforms_there=False))

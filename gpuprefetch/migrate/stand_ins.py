@@ -80,6 +80,10 @@ NO_PICTURE = (
     f"(H, W, 3) of uint8. Or let __getitem__ return {ENCODED}, apply no transform, and write "
     f"{BY_HAND} The same line takes tensors (C, H, W) that are all of one size."
 )
+IN_THREAD = (
+    "calls its transform in a thread that it has started. Let that thread read the picture only, "
+    "and call the transform where __getitem__ is called."
+)
 KEPT = (
     "gave an image that it keeps from one call to the next, or has encoded itself. Here images are "
     "not transformed yet, and its own samples would not be either. Let it keep the "
@@ -674,7 +678,7 @@ def _fault_of(sample: Sample, made: list[Encoded]) -> str:
     results = {id(result) for result in made}
     for image in images:
         if id(image) not in results:
-            return KEPT
+            return IN_THREAD if type(image) is Result else KEPT
     if any(type(result) is LaterView for result in made):
         if len(images) < len(made):
             return "leaves out a view that its transform has made."
