@@ -1163,3 +1163,235 @@ def test_what_a_worker_reads_between_samples_is_the_librarys(paths, workers):
         assert are_tensors
         want = torch.stack([dataset[i][0] for i in numbers])
         torch.testing.assert_close(images, want, atol=LEVEL, rtol=0)
+
+
+# --- datasets that catch errors -------------------------------------------------------------------
+
+
+def by_trial(path):
+    """PNG, else JPEG."""
+    data = read_file(path)
+    try:
+        return decode_png(data)
+    except RuntimeError:
+        return decode_jpeg(data)
+
+
+def or_by_pil(path):
+    try:
+        return decode_image(path)
+    except RuntimeError:
+        with Image.open(path) as picture:
+            return v2.functional.pil_to_tensor(picture.convert("RGB"))
+
+
+class Retrying(Own):
+    """Goes on with the next sample whatever is wrong with one."""
+
+    def __getitem__(self, index):
+        while True:
+            try:
+                return self.transform(self.read(self.paths[index])), index
+            except:  # noqa: E722
+                index = (index + 1) % len(self.paths)
+
+
+class RetryingSome(Retrying):
+    def __getitem__(self, index):
+        while True:
+            try:
+                return self.transform(self.read(self.paths[index])), index
+            except Exception:
+                index = (index + 1) % len(self.paths)
+
+
+class Checking(Own):
+    """Says beside an image whether another file is one."""
+
+    def __init__(self, paths, other, read):
+        super().__init__(paths, read=read)
+        self.other = other
+
+    def __getitem__(self, index):
+        image, _ = super().__getitem__(index)
+        try:
+            self.read(self.other if index % 2 else self.paths[index])
+        except (RuntimeError, ValueError):
+            return image, False
+        return image, True
+
+
+@pytest.mark.parametrize("read", [decode_image, opened])
+@pytest.mark.parametrize("kind", [Retrying, RetryingSome])
+def test_a_dataset_that_tries_again_whatever_is_raised_moves(paths, kind, read):
+    pipeline = v2.Compose([v2.ToImage(), PIPELINE])
+    held(DataLoader(kind(paths, pipeline, read), 3))
+
+
+def test_a_dataset_that_never_ends_trying_is_refused(paths):
+    dataset = RetryingSome(paths, read=lambda path: decode_image(path) / 255)
+    with pytest.raises(
+        UndecodedError, match=r"RetryingSome\.__getitem__\(0\): .* images are uint8"
+    ):
+        accelerate(DataLoader(dataset, 3), **CPU)
+
+
+@pytest.mark.parametrize("read", [decode_image, decoders.decode_image])
+@pytest.mark.parametrize("name", BAD)
+def test_a_dataset_that_checks_files_sees_which_are_bad(paths, tmp_path, name, read):
+    bad = tmp_path / "bad.jpg"
+    bad.write_bytes(BAD[name])
+    dataset = Checking(paths, str(bad), read)
+    loader = DataLoader(dataset, 4)
+    assert [valid for _, valid in dataset] == [True, False] * (COUNT // 2)
+    for on_error in ("raise", "skip"):
+        moved = accelerate(loader, **CPU, on_error=on_error)
+        assert_same_batches(loader, moved, atol=LEVEL, rtol=0)
+        assert not moved.bad_images
+
+
+@pytest.mark.parametrize("read", [by_trial, or_by_pil])
+def test_a_dataset_that_reads_bad_files_in_another_way_moves(paths, tmp_path, read):
+    for name in ("PNG", "two levels"):
+        (tmp_path / f"{name}.png").write_bytes(encode(COLORS, "PNG"))
+    (tmp_path / "a.bmp").write_bytes(BAD["BMP"])
+    files = [paths[0], str(tmp_path / "PNG.png"), paths[1]]
+    files += [str(tmp_path / "a.bmp")] * (read is or_by_pil)
+    for on_error in ("raise", "skip"):
+        moved = held(DataLoader(Own(files, read=read), 2), on_error=on_error)
+        assert not moved.bad_images
+
+
+def test_a_mask_that_is_broken_may_be_replaced(paths, tmp_path):
+    class Masks(Own):
+        def __getitem__(self, index):
+            try:
+                mask = tv_tensors.Mask(decode_image(self.masks[index]))
+            except RuntimeError:
+                mask = tv_tensors.Mask(torch.zeros(1, 5, 5, dtype=torch.uint8))
+            return super().__getitem__(index)[0], mask[:, :5, :5].as_subclass(torch.Tensor)
+
+    dataset = Masks(paths[:3])
+    dataset.masks = among(paths, BAD["truncated"], tmp_path)
+    for name, data in {"m.png": KINDS["gray PNG"], "n.png": BAD["truncated PNG"]}.items():
+        (tmp_path / name).write_bytes(data)
+    dataset.masks = [str(tmp_path / name) for name in ("m.png", "n.png", "m.png")]
+    held(DataLoader(dataset, 3))
+
+
+def test_a_handler_sees_no_error_of_a_trial(paths):
+    seen = []
+
+    class Noting(Own):
+        def __getitem__(self, index):
+            try:
+                return super().__getitem__(index)
+            except:
+                seen.append(index)
+                raise
+
+    for read in (decode_image, opened):
+        pipeline = v2.Compose([v2.ToImage(), PIPELINE])
+        held(DataLoader(Noting(paths, pipeline, read), 3))
+    assert not seen
+
+
+# --- joint transforms of pure tensors -------------------------------------------------------------
+
+TYPED = {tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64, "others": None}
+
+
+class Jointly(Own):
+    """Its transform gets a mask, too."""
+
+    def __init__(self, paths, transforms, mask=tv_tensors.Mask, image=decode_image):
+        super().__init__(paths)
+        self.transform = None
+        self.transforms = transforms
+        self.mask = mask
+        self.image = image
+
+    def __getitem__(self, index):
+        image = self.image(self.paths[index])
+        mask = self.mask(torch.full((1, *image.shape[-2:]), index, dtype=torch.uint8))
+        return self.transforms(image, mask)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "mask", "why"),
+    [
+        (v2.Compose([*CROPPED, v2.ToDtype(TYPED, scale=True)]), tv_tensors.Mask, "uint8"),
+        (PIPELINE, tv_tensors.Image, "uint8"),
+        (
+            v2.Compose(
+                [
+                    *CROPPED,
+                    v2.ToDtype(
+                        {torch.Tensor: torch.float32, tv_tensors.Mask: torch.int64}, scale=True
+                    ),
+                ]
+            ),
+            tv_tensors.Mask,
+            "KeyError",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Got `dtype` values for `torch.Tensor`:UserWarning")
+@pytest.mark.filterwarnings("ignore:scale was set to True but no dtype:UserWarning")
+def test_what_v2_does_to_pure_tensors_alone_is_refused(paths, pipeline, mask, why):
+    loader = DataLoader(Jointly(paths, pipeline, mask), 3, num_workers=1)
+    with pytest.raises(UnsupportedTransformError, match=why):
+        accelerate(loader, **CPU)
+
+
+@pytest.mark.filterwarnings("ignore:scale was set to True but no dtype:UserWarning")
+def test_the_advice_for_pure_tensors_works(paths):
+    pipeline = v2.Compose([*CROPPED, v2.ToDtype(TYPED, scale=True)])
+    with pytest.raises(UnsupportedTransformError, match=r"tv_tensors\.Image\(image\)"):
+        accelerate(DataLoader(Jointly(paths, pipeline), 3, num_workers=1), **CPU)
+    typed = Jointly(paths, pipeline, image=lambda path: tv_tensors.Image(decode_image(path)))
+    loader = DataLoader(typed, 3, num_workers=1)
+    moved = accelerate(loader, **CPU)
+    for (old, old_mask), (new, new_mask) in zip(loader, moved, strict=True):
+        torch.testing.assert_close(new, old.as_subclass(torch.Tensor), atol=LEVEL, rtol=0)
+        assert torch.equal(old_mask, new_mask)
+
+
+# --- what else tensors bring ----------------------------------------------------------------------
+
+
+def test_a_folder_may_read_tensors_within_a_dataset(folder):
+    class Parts(Dataset):
+        def __init__(self, part):
+            self.part = part
+            self.transform = PIPELINE
+
+        def __len__(self):
+            return len(self.part)
+
+        def __getitem__(self, index):
+            image, label = self.part[index]
+            return self.transform(image), label
+
+    held(DataLoader(Parts(Subset(ImageFolder(folder, loader=decode_image), [4, 1, 2])), 2))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_pipeline_runs_as_it_is(paths):
+    ops = torch.nn.Sequential(
+        v1.Resize((32, 40), antialias=True), v1.ConvertImageDtype(torch.float32)
+    )
+    scripted = torch.jit.script(ops)
+    loader = DataLoader(Own(paths, scripted), 3)
+    with pytest.raises(Exception, match=r"one size|different sizes"):
+        list(accelerate(loader, **CPU))
+    assert "RecursiveScriptModule" in str(explain(loader))
+
+
+def test_the_two_ways_of_a_refusal_fit_tensors(folder, paths):
+    halved = Own(paths, read=lambda path: decode_image(path) / 2)
+    with pytest.raises(UndecodedError, match=r"v2\.Compose\(\[v2\.ToImage\(\), transform\]\)"):
+        accelerate(DataLoader(halved, 3), **CPU)
+    again = v2.Compose([v2.ToImage(), PIPELINE])
+    held(DataLoader(Subset(ImageFolder(folder, again, loader=decode_image), [1, 2]), 2))

@@ -56,6 +56,11 @@ class Messages(threading.local):
 # Of all UndecodedErrors, also of those that are caught. A dataset that catches the error of one
 # sample, and gives another sample, must not go unnoticed.
 faults = Messages()
+_MOST_FAULTS = 100  # of a sample, which is refused after one
+
+
+class EndlessFaultsError(BaseException):
+    """A dataset catches every UndecodedError and tries again; it hardly catches this."""
 
 
 class UndecodedError(AttributeError, TypeError):
@@ -64,6 +69,8 @@ class UndecodedError(AttributeError, TypeError):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         faults.add(str(self))
+        if len(faults.messages or ()) > _MOST_FAULTS:
+            raise EndlessFaultsError
 
 
 class _NotDecoded(type):

@@ -110,6 +110,8 @@ def _takes_several(value: object, name: str) -> bool:
     except (TypeError, ValueError):
         return False
     needed = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not is_named:  # a function that reads files has options, too
+        needed = [p for p in needed if p.default is p.empty]
     return len(needed) > 1 or any(p.kind is p.VAR_POSITIONAL for p in given)
 
 

@@ -94,6 +94,7 @@ class ReadFile:
         self._decode = decode
         self._pixels = pixels
         self._decoded_at_once = pixels is not None
+        self._is_taken = False  # by a transform
         self.touched = ""  # by which function first
         current.open(self)
 
@@ -146,7 +147,20 @@ class ReadFile:
     def left_encoded(self, takes: Takes) -> EncodedImage | None:
         """The file, of an image that nothing has touched; None if the device gets its pixels."""
         takes.refuse_form(FORM, self.name)
-        return self._file if takes.leaves_tensors_encoded and self.waits else None
+        if not (takes.leaves_tensors_encoded and self.waits):
+            return None
+        self._is_taken = True
+        return self._file
+
+    def is_bad(self) -> bool:
+        """Whether the library does not decode it. One that no transform has got is tried."""
+        if self._file._fault or self._is_taken or self.has_pixels:
+            return bool(self._file._fault)
+        try:
+            self.pixels()
+        except RuntimeError:
+            return True
+        return False
 
 
 class FileTensor(torch.Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -256,36 +256,35 @@ def begins_with(dataset: Any) -> Form:
     Files stay encoded meanwhile. A dataset without a sample counts as one of PIL images; if its
     first one cannot be read, the form is not known.
     """
+    telling = _Telling()
     try:
         if not len(dataset):
             return PICTURES
         # The check of the sample is to see for itself whether the dataset seeds torch.
         seeds = torch.random.fork_rng(devices=[])
         with untouched(datasets_in(dataset)), trial_draws(), seeds:
-            view_of(dataset, _Telling(Takes.of([])))[0]
-    except _Told as told:
-        return told.form
+            view_of(dataset, telling)[0]
     except Exception:  # whoever needs the sample tells of it
-        return Form()
+        return telling.form or Form()
     finally:
         end_reading()
-    return PICTURES  # it calls no transform
-
-
-class _Told(BaseException):
-    """Carries the form of an image out of a dataset; no dataset catches it."""
-
-    def __init__(self, form: Form) -> None:
-        super().__init__()
-        self.form = form
+    return telling.form or PICTURES  # of a dataset that calls no transform
 
 
 class _Telling(LeftEncoded):
-    """Stands for a transform, and tells the form of what it gets first."""
+    """Stands for a transform, and tells the form of what it gets first.
 
-    def __call__(self, *given: object, **named: object) -> NoReturn:
-        first = next(iter([*given, *named.values()]), None)
-        raise _Told(form_of(first))
+    It gives what any other would: a dataset may catch whatever is raised, and try again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Takes.of([], begins=None))
+        self.form: Form | None = None
+
+    def __call__(self, *given: object, **named: object) -> object:
+        if self.form is None:
+            self.form = form_of(next(iter([*given, *named.values()]), None))
+        return super().__call__(*given, **named)
 
 
 def chains_of(dataset: Any, traced: LeftTraced, folders: Sequence[Folder]) -> list[Chain]:

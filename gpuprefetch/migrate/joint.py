@@ -42,6 +42,10 @@ _AS_IT_IS = (
     "make ahead of the loop."
 )
 
+_OF_PURE = (
+    ": v2 does other things to a pure tensor than to an image. Give it a tv_tensors.Image: "
+    "tv_tensors.Image(image)"
+)
 _SAMPLES = (
     " (or it samples from a generator of its own, and not from that of torch, NumPy or random)"
 )
@@ -79,6 +83,10 @@ def joint_plan(image: EncodedImage, ops: Sequence[LibraryOp], *, has_workers: bo
             launch = replace(_common(trials), dtype=None)
     except RecordingError as error:
         _refuse(str(error))
+    except Exception as error:  # the user's code, which gets an Image for a pure tensor here
+        if joint.takes_pure:
+            _refuse(f"raises {type(error).__name__}: {error}, when it gets a tv_tensors.Image")
+        raise
     plain = _plain(joint, image)
     _compare(plain, trials[0], image, launch)
     written: list[Transform] = [Given(launch)]
@@ -114,7 +122,7 @@ def _trials(joint: Joint, size: Size, *, converts: bool) -> list[Outcome]:
 def _generator_of(joint: Joint, size: Size) -> str:
     """Whose random numbers a transform samples beside those of torch; empty if nobody's."""
     own = replace(joint, beside=copy.deepcopy(joint.beside))
-    with seeded_everywhere(0), contextlib.suppress(RecordingError):
+    with seeded_everywhere(0), contextlib.suppress(Exception):  # the trials tell of it
         carried_out(own, size, converts=False)
         if random.random() != random.Random(0).random():
             return "Python's random"
@@ -130,6 +138,8 @@ def _plain(joint: Joint, image: EncodedImage) -> tuple[Any, ...]:
 
     pixels = decode_cpu(image.data)
     picture = tv_tensors.Image(pixels) if joint.takes_tensor else F.to_pil_image(pixels)
+    if joint.takes_pure:
+        picture = pixels
     beside = copy.deepcopy(joint.beside)
     with seeded_everywhere(0):
         made = joint.transform(picture, *beside)
@@ -181,13 +191,15 @@ def _is_for_launch(op: LibraryOp) -> bool:
 
 def _compare(plain: tuple[Any, ...], trial: Outcome, image: EncodedImage, launch: GivenOp) -> None:
     """Refuse a transform that gives something else with the picture itself."""
+    pure = image._joint is not None and image._joint.takes_pure
     picture, *beside = plain
     recorded = trial.recording
     form = (tuple(getattr(picture, "shape", ())), getattr(picture, "dtype", None))
     want = ((3, *recorded.size), recorded.dtype)
     if not isinstance(picture, torch.Tensor) or form != want:
         what = f"{form[1]} {form[0]}" if isinstance(picture, torch.Tensor) else "no tensor"
-        _refuse(f"gives {what} for the first one, where {want[1]} {want[0]} was expected")
+        why = _OF_PURE if pure else ""
+        _refuse(f"gives {what} for the first one, where {want[1]} {want[0]} was expected{why}")
     if not _same(beside, [*trial.beside]):
         _refuse(f"gives something else beside the picture when it gets no pixels{_SAMPLES}")
     if any(call.name == "gaussian_noise" for call in recorded.calls):

@@ -37,6 +37,7 @@ from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import read_image, read_open
 from gpuprefetch.images.guard import (
     Encoded,
+    EndlessFaultsError,
     Messages,
     UndecodedError,
     begin_reading,
@@ -51,10 +52,10 @@ from gpuprefetch.images.recorded import CONVERSIONS, GEOMETRY, SAME_SIZE, Joint
 from gpuprefetch.lists.forms import PICTURES
 from gpuprefetch.lists.rgb import Modes
 from gpuprefetch.lists.views import ENCODED
-from gpuprefetch.migrate.file_tensor import FileTensor
+from gpuprefetch.migrate.file_tensor import FileTensor, ReadFile
 from gpuprefetch.migrate.replaced import reading
 from gpuprefetch.migrate.sample import current
-from gpuprefetch.migrate.taken import BY_HAND, Takes
+from gpuprefetch.migrate.taken import BY_HAND, Takes, form_of
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -67,6 +68,10 @@ TWO_WAYS = (
     "Two ways work. Let a folder apply the transform, and a Subset choose the samples: "
     "Subset(ImageFolder(root, transform), indices). Or let __getitem__ return "
     f"{ENCODED} and apply no transform, and write {BY_HAND}"
+)
+OF_TENSORS = (
+    "This transform takes tensors: there it is to begin with v2.ToImage(), v2.Compose([v2.ToImage()"
+    ", transform]), and the folder needs loader=decode_image. "
 )
 SEEDED = (
     "On the device each image is sampled anew. Those that __getitem__ returns as "
@@ -453,9 +458,10 @@ class LeftEncoded:
         """What stands for the results of a transform of a picture and what is beside it."""
         first = given[0]
         others = _replaced(_real, [*given[1:]], (FileTensor,))
-        is_tensor = isinstance(first, torch.Tensor)
+        kind = form_of(first).kind
         result = Result.of(self._image_of(first))
-        result._put_off(Joint(transform, tuple(others), is_tensor))
+        joint = Joint(transform, tuple(others), kind is not None, kind is torch.Tensor)
+        result._put_off(joint)
         note_result(result)
         return result, *(Promised(result, number) for number in range(len(others)))
 
@@ -591,18 +597,42 @@ def read_sample(get: Callable[[], Sample], who: str, key: object, ways: str = TW
         return get()
     if "torchvision.transforms.v2.functional" in sys.modules:  # else nobody can call them
         _know_functions()
-    with reading, faults as messages, current.begun(key) as results:
+    read = functools.partial(_attempt, get, who, key, ways)
+    with reading:
+        sample, error, hid_an_error = read()
+    if hid_an_error:
+        # The dataset may do something else with a bad file. If not, the prefetcher decides on it.
+        again, its_error, _ = read()
+        if error is not None or its_error is None or isinstance(its_error, UndecodedError):
+            sample = again
+            error = its_error
+    if error is not None:
+        raise error
+    return sample
+
+
+def _attempt(
+    get: Callable[[], Sample], who: str, key: object, ways: str
+) -> tuple[Sample, Exception | None, bool]:
+    """A sample, or its error, and whether that of a library was kept back from its dataset."""
+    sample = None
+    failed: Exception | None = None
+    with faults as messages, current.begun(key) as results:
         try:
             sample = _shown(get, who, ways, messages, results)
+        except Exception as error:
+            failed = error
         finally:
+            hid_an_error = any(type(each) is ReadFile and each.is_bad() for each in current.opened)
             for picture in _kept_of(current.opened):
                 if type(picture) is Picture:  # else a module got it, and it is real
                     picture.become_real()
-    for result in results:
-        # The sample has it wherever the dataset has put it, so it stays the same object.
-        left = ViewPlace if type(result) is LaterView else EncodedImage
-        vars(object)["__class__"].__set__(result, left)
-    return sample
+    if failed is None:
+        for result in results:
+            # The sample has it wherever the dataset has put it, so it stays the same object.
+            left = ViewPlace if type(result) is LaterView else EncodedImage
+            vars(object)["__class__"].__set__(result, left)
+    return sample, failed, hid_an_error
 
 
 def _shown(
@@ -615,14 +645,14 @@ def _shown(
     """A sample that shows what became of its pictures."""
     try:
         sample = get()
-    except Exception as error:
+    except (Exception, EndlessFaultsError) as error:
         if messages:
             raise _refusal(who, messages, ways) from error
         raise
     if messages:  # and the dataset has caught the error
         raise _refusal(who, messages, ways)
     if fault := _fault_of(sample, results):
-        raise UndecodedError(f"{who} {fault} {ways}")
+        raise UndecodedError(f"{who} {fault} {_fitting(ways)}")
     return _replaced(_left, sample, (Picture, FileTensor))
 
 
@@ -663,8 +693,15 @@ _ALONE = _references([object()])[0]
 
 def _refusal(who: str, messages: list[str], ways: str) -> UndecodedError:
     message = f"{who}: {messages[0]}"
+    messages.clear()  # the refusal is one of its own
     told = message.endswith(IN_WORKERS) or BY_HAND in message
-    return UndecodedError(message if told else f"{message} {ways}")
+    return UndecodedError(message if told else f"{message} {_fitting(ways)}")
+
+
+def _fitting(ways: str) -> str:
+    """What to write, for the images that the dataset has read in this sample."""
+    reads_tensors = any(type(each) is ReadFile for each in current.opened)
+    return f"{ways} {OF_TENSORS}".strip() if reads_tensors and ways == TWO_WAYS else ways
 
 
 def _fault_of(sample: Sample, made: list[Encoded]) -> str:

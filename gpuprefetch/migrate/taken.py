@@ -77,7 +77,7 @@ class Takes:
     def of(pipeline: Sequence[Transform], begins: Form | None = PICTURES) -> Takes:
         first, rest = opened(pipeline)
         name = name_of(rest[0]) if first is None and rest else None
-        if first is not None or name == "ToImage":
+        if first is not None or name == "ToImage" or begins == Form():  # which nobody knows
             begins = None
         return Takes(modes_for(rest), first, name in _MAKE_TENSORS, begins)
 

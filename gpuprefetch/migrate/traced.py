@@ -259,6 +259,7 @@ class LeftTraced(LeftEncoded):
         """For a transform that no library knows, if it holds pipelines; None for any other."""
         (op, *others) = pipeline or [None]
         known = torchvision_class(op) is not None or timm_class(op) is not None
+        known = known or isinstance(op, torch.jit.ScriptModule)  # whose parts nobody sees
         if others or known or holds_pipeline(op) or isinstance(op, LeftEncoded):
             return None
         traced = LeftTraced(op, begins)
