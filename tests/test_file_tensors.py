@@ -1395,3 +1395,30 @@ def test_the_two_ways_of_a_refusal_fit_tensors(folder, paths):
         accelerate(DataLoader(halved, 3), **CPU)
     again = v2.Compose([v2.ToImage(), PIPELINE])
     held(DataLoader(Subset(ImageFolder(folder, again, loader=decode_image), [1, 2]), 2))
+
+
+@pytest.mark.parametrize("read", [decode_image, opened])
+def test_what_is_beside_an_image_is_that_of_its_call(paths, read):
+    """The dataset uses one mask, one array and one dictionary again, and changes them at once."""
+
+    class Reusing(Jointly):
+        def __getitem__(self, index):
+            image = self.image(self.paths[index])
+            self.seen["mask"][:] = index
+            self.seen["array"][:] = index
+            self.seen["id"] = index
+            made = self.transforms(image, self.seen)
+            self.seen["mask"].zero_()
+            self.seen["array"][:] = -1
+            self.seen["id"] = -1
+            return made
+
+    pipeline = v2.Compose([v2.ToImage(), PIPELINE])
+    dataset = Reusing(paths[:1] * 5, pipeline, image=read)
+    mask = tv_tensors.Mask(torch.zeros(1, 48, 64, dtype=torch.uint8))
+    dataset.seen = {"mask": mask, "array": np.zeros(2), "id": 0}
+    loader = DataLoader(dataset, 5, num_workers=1)
+    ((_, old),) = loader
+    ((_, new),) = accelerate(loader, **CPU)
+    assert old["mask"].amax((1, 2, 3)).tolist() == [0, 1, 2, 3, 4]
+    torch.testing.assert_close(new, old, rtol=0, atol=0)

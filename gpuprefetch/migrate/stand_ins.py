@@ -457,7 +457,7 @@ class LeftEncoded:
     ) -> tuple[object, ...]:
         """What stands for the results of a transform of a picture and what is beside it."""
         first = given[0]
-        others = _replaced(_real, [*given[1:]], (FileTensor,))
+        others = map_leaves(_copy_of, [*given[1:]], _is_not_real)
         kind = form_of(first).kind
         result = Result.of(self._image_of(first))
         joint = Joint(transform, tuple(others), kind is not None, kind is torch.Tensor)
@@ -670,6 +670,14 @@ def _is_not_real(leaf: Leaf) -> bool:
 def _left(leaf: Leaf) -> Leaf:
     """What a sample holds in the place of a stand-in."""
     return LeftBehind(leaf.name) if type(leaf) is Picture else _real(leaf)
+
+
+def _copy_of(leaf: Leaf) -> Leaf:
+    """What the transform is given later: the dataset may change its own until then."""
+    real = _real(leaf)
+    if isinstance(real, torch.Tensor):
+        return real.clone()
+    return real.copy() if isinstance(real, np.ndarray) else real
 
 
 def _real(leaf: Leaf) -> Leaf:
