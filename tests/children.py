@@ -23,6 +23,8 @@ import time
 import weakref
 from pathlib import Path
 
+import huge_pages
+
 ROOT = Path(__file__).parents[1]
 PR_SET_PDEATHSIG = 1  # Linux's
 IMPORTED = """
@@ -194,6 +196,7 @@ def _answer(task):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # children need not look through what was imported
+    huge_pages.collapse()  # and are forked sooner, as are their workers
     return os.fork()
 
 

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import pytest
 
 FROZEN = pytest.StashKey[int]()  # how many modules the garbage collector need not look through
 MANY_MODULES = 50
+COLLAPSED = pytest.StashKey[float]()  # this process's CPU time when its memory was collapsed
+COLLAPSE_SECONDS = 1.0  # of CPU time between two of them, which cost 30 ms
 
 
 def pytest_configure(config):
@@ -87,6 +90,7 @@ def pytest_collection_finish(session):
     gc.enable()
     session.config.stash[FROZEN] = len(sys.modules)
     huge_pages.collapse()
+    session.config.stash[COLLAPSED] = time.process_time()
     # Python goes by what is not frozen: it would look through all of that more often than before,
     # and in whatever thread.
     gc.set_threshold(*gc.get_threshold()[:2], 1000)
@@ -99,6 +103,10 @@ def pytest_runtest_teardown(item):
         gc.collect()
         gc.freeze()
         item.config.stash[FROZEN] = len(sys.modules)
+    # A write beside a fork splits a huge page: at the end of a run a fork cost twice as much.
+    if time.process_time() > item.config.stash[COLLAPSED] + COLLAPSE_SECONDS:
+        huge_pages.collapse()
+        item.config.stash[COLLAPSED] = time.process_time()
 
 
 @pytest.fixture
