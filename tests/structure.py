@@ -89,6 +89,10 @@ class Source:
         """All that is in the file, from the top."""
         return walk(self.tree)
 
+    @functools.cached_property
+    def classes(self) -> list["Fields"]:
+        return [_fields(self, node) for node in self.nodes if isinstance(node, ast.ClassDef)]
+
 
 def children(node: ast.AST) -> list[ast.AST]:
     """The parts of a node. It keeps them, as each rule looks through the same trees."""
@@ -242,12 +246,7 @@ class Fields:
 
 
 def classes(sources: list[Source]) -> list[Fields]:
-    return [fields for source in sources for fields in _classes_of(source)]
-
-
-@functools.cache
-def _classes_of(source: Source) -> list[Fields]:
-    return [_fields(source, node) for node in source.nodes if isinstance(node, ast.ClassDef)]
+    return [fields for source in sources for fields in source.classes]
 
 
 def _fields(source: Source, node: ast.ClassDef) -> Fields:
