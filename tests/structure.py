@@ -87,7 +87,27 @@ class Source:
     @functools.cached_property
     def nodes(self) -> list[ast.AST]:
         """All that is in the file, from the top."""
-        return [*ast.walk(self.tree)]
+        return walk(self.tree)
+
+    @functools.cached_property
+    def classes(self) -> list["Fields"]:
+        return [_fields(self, node) for node in self.nodes if isinstance(node, ast.ClassDef)]
+
+
+def children(node: ast.AST) -> list[ast.AST]:
+    """The parts of a node. It keeps them, as each rule looks through the same trees."""
+    kept = vars(node)
+    if "children" not in kept:
+        kept["children"] = [*ast.iter_child_nodes(node)]
+    return kept["children"]
+
+
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """As :func:`ast.walk`."""
+    found = [tree]
+    for node in found:
+        found += children(node)
+    return found
 
 
 def parse(texts: dict[str, str]) -> list[Source]:
@@ -132,7 +152,7 @@ def imports(sources: list[Source]) -> list[Import]:
 
 
 def _import_nodes(tree: ast.AST, how: str) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
-    for node in ast.iter_child_nodes(tree):
+    for node in children(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node, how
         elif isinstance(node, ast.If) and _name_of(node.test).endswith("TYPE_CHECKING"):
@@ -142,7 +162,7 @@ def _import_nodes(tree: ast.AST, how: str) -> Iterator[tuple[ast.Import | ast.Im
                 yield from _import_nodes(ast.Module([child], []), how)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield from _import_nodes(node, how or "in a function")
-        else:
+        elif not isinstance(node, ast.expr):
             yield from _import_nodes(node, how)
 
 
@@ -226,12 +246,7 @@ class Fields:
 
 
 def classes(sources: list[Source]) -> list[Fields]:
-    return [fields for source in sources for fields in _classes_of(source)]
-
-
-@functools.cache
-def _classes_of(source: Source) -> list[Fields]:
-    return [_fields(source, node) for node in source.nodes if isinstance(node, ast.ClassDef)]
+    return [fields for source in sources for fields in source.classes]
 
 
 def _fields(source: Source, node: ast.ClassDef) -> Fields:
@@ -275,7 +290,7 @@ def _owner(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def _set_on(owner: str, method: ast.AST) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(method):
+    for node in walk(method):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if _name_of(node.value) == owner:
                 yield node.attr, node.lineno
@@ -367,7 +382,7 @@ def _names_outside(source: Source) -> set[str]:
 
 def stores(tree: ast.AST, owner: str) -> Iterator[tuple[ast.Attribute, str]]:
     """Attributes that are set, each with the name of the object whose method sets it."""
-    for node in ast.iter_child_nodes(tree):
+    for node in children(tree):
         inner = owner
         if isinstance(tree, ast.ClassDef) and isinstance(
             node, ast.FunctionDef | ast.AsyncFunctionDef
@@ -408,9 +423,9 @@ def any_types(sources: list[Source]) -> list[Place]:
             if isinstance(node, ast.Name | ast.Attribute) and _is_any(node):
                 places.append(Place(source.file, node.lineno, "Any: name the type"))
         for annotation in _annotations(source):
-            for node in ast.walk(annotation):
+            for node in walk(annotation):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    for part in ast.walk(_expression(node.value)):
+                    for part in walk(_expression(node.value)):
                         if _is_any(part):
                             text = "Any: name the type"
                             places.append(Place(source.file, node.lineno, text))
@@ -503,9 +518,7 @@ def _lacking(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
         needed["Args:"] = count > isinstance(node, ast.ClassDef)
         returns = ast.unparse(function.returns) if function.returns else "None"
         needed["Returns:"] = returns not in ("None", "NoReturn", "Never")
-    needed["Raises:"] = any(
-        isinstance(child, ast.Raise) and child.exc for child in ast.walk(function)
-    )
+    needed["Raises:"] = any(isinstance(child, ast.Raise) and child.exc for child in walk(function))
     return [part for part, is_needed in needed.items() if is_needed and part not in documentation]
 
 
@@ -532,7 +545,7 @@ def private_writes(sources: list[Source]) -> list[Place]:
 def _code_of(tree: ast.Module) -> Iterator[tuple[ast.Module, int]]:
     """Yield a file's code and that in its texts, each with the line before its first one."""
     yield tree, 0
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" in node.value:
             with contextlib.suppress(SyntaxError):  # another text
                 yield ast.parse(node.value), node.lineno - 1
@@ -540,7 +553,7 @@ def _code_of(tree: ast.Module) -> Iterator[tuple[ast.Module, int]]:
 
 def _private_writes(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
     inside = _names_inside(tree)
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Call) and _name_of(node.func).split(".")[-1] == "setattr":
             if _replaces_inside(node, inside):
                 yield node, ast.unparse(node)[:90]
@@ -552,7 +565,7 @@ def _private_writes(tree: ast.Module) -> Iterator[tuple[ast.expr, str]]:
 def _names_inside(tree: ast.AST) -> set[str]:
     """Names of a test file that stand for modules and objects inside the package."""
     inside = set()
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
             for alias in node.names:
                 if node.module != PACKAGE or alias.name.islower():

@@ -631,6 +631,7 @@ def in_forked_children(monkeypatch):
 
     def run_child(path, task, **options):
         options = {"forked": not torch.cuda.is_available(), "PYTHONPATH": str(BENCHMARKS)}
+        options["whole"] = False
         child = children.Child(children.script(path), "--child", json.dumps(task), **options)
         out, err = child.communicate()
         assert harness.RESULT in out, err

@@ -49,7 +49,7 @@ def torchrun(processes, folder, *words):
 def forked(processes, folder, *words):
     """The same of processes that have imported torch already."""
     output = folder / "distributed.json"
-    options = {"modules": ["kornia.augmentation"], "PYTHONPATH": str(CHECK.parent)}
+    options = {"modules": ["kornia.augmentation"], "PYTHONPATH": str(CHECK.parent), "whole": False}
     children = ranks(processes, script(CHECK), "--output", str(output), *words, **options)
     said = [child.communicate(200) for child in children]
     assert not any(child.returncode for child in children), said
@@ -98,7 +98,12 @@ def test_a_node_that_is_killed_and_resumed(tmp_path, monkeypatch):
 
         def run(self, name, words, *, stop_at=0):
             log = tmp_path / f"{name}-"
-            options = {"LOG": str(log), "PYTHONPATH": path, "modules": ["webdataset"]}
+            options = {
+                "LOG": str(log),
+                "PYTHONPATH": path,
+                "modules": ["webdataset"],
+                "whole": False,
+            }
             stops = {"of_rank": lambda rank: {"STOP_AT": str(stop_at * rank)}}
             words = ["--rank", *words]
             children = ranks(2, script(nodes.__file__), *words, folder=tmp_path, **options, **stops)

@@ -247,6 +247,7 @@ def test_two_processes_count_every_validation_image_once(train, folder, tmp_path
     words = [folder, *TINY, "--epochs", "1", "--checkpoint-steps", "1"]
     path = f"{EXAMPLE}{os.pathsep}{Path(__file__).parent}"
     options = {"folder": tmp_path, "modules": ["kornia.augmentation"], "PYTHONPATH": path}
+    options["whole"] = False
     children = ranks(2, script(EXAMPLE / "train.py", SMALL), *map(str, words), **options)
     (out, err), (nothing, other) = (child.communicate(200) for child in children)
     assert [child.returncode for child in children] == [0, 0], err + other

@@ -760,7 +760,7 @@ print("unchanged")
 
 def test_nothing_global_changes(tmp_path):
     """But for what docs/correctness.md lists; a plain DataLoader's epoch is what it is held to."""
-    child = Child(PRELUDE + GLOBALS, "cpu", folder=tmp_path)
+    child = Child(PRELUDE + GLOBALS, "cpu", folder=tmp_path, whole=False)
     out, err = ended(child)
     assert out == "unchanged\n", err
 

@@ -855,7 +855,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(
-    ("read", "workers"), [(decode_image, 0), (decode_image, 2), (decoders.decode_image, 0)]
+    ("read", "workers"), [(decode_image, 0), (decode_image, 1), (decoders.decode_image, 0)]
 )
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files_are_errors_or_left_out(paths, tmp_path, name, read, workers):

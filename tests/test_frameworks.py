@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import textwrap
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from small_model import get_model
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpuprefetch import DataPrefetcher, Resize
+
+# Nothing here is about the end of an interpreter.
+Child, ranks = (partial(start, whole=False) for start in (Child, ranks))
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "frameworks"
@@ -493,11 +497,16 @@ def test_a_prepared_loader_of_rows_is_moved(folder, tmp_path):
 
 
 TRAINER = """
-import sys, warnings
+import copy, functools, sys, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed as dist, with_trainer
 
 seen = []
+load = functools.cache(with_trainer.datasets.load_dataset)  # a second of each run is its search
+with_trainer.datasets.load_dataset = lambda *name, **where: copy.copy(load(*name, **where))
+small = {"hidden_size": 24, "num_hidden_layers": 1, "intermediate_size": 24}
+config = with_trainer.ViTConfig
+with_trainer.ViTConfig = lambda **options: config(**options | small)
 
 class Noting:
     def training_step(self, model, inputs, *rest):
@@ -557,6 +566,11 @@ dist.destroy_process_group()
 """
 
 
+# Imported once for all processes.
+OF_TRAINER = ["transformers.trainer", "transformers.models.vit.modeling_vit"]
+OF_TRAINER += ["accelerate", "datasets"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "code"), [(1, RESUMED), (RANKS, RANKS_OF_TRAINER)])
 def test_trainer_resumes_with_what_was_left(folder, tmp_path, count, code):
@@ -565,11 +579,10 @@ def test_trainer_resumes_with_what_was_left(folder, tmp_path, count, code):
             pytest.skip(f"{name} is not installed")
     options = {"PYTHONPATH": str(FOLDER), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     arguments = TRAINER + code, str(folder), str(tmp_path / "out")
-    modules = ["transformers", "accelerate", "datasets"]
     if count == 1:
-        children = [Child(*arguments, CUDA_VISIBLE_DEVICES="", modules=modules, **options)]
+        children = [Child(*arguments, CUDA_VISIBLE_DEVICES="", modules=OF_TRAINER, **options)]
     else:
-        children = ranks(count, *arguments, modules=modules, **options)
+        children = ranks(count, *arguments, modules=OF_TRAINER, **options)
     outputs = [child.communicate(240) for child in children]
     assert not any(child.returncode for child in children), "\n".join(map(str, outputs))
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib.util
 import io
 import json
 import pickle
@@ -21,7 +22,8 @@ from torchvision.transforms import v2
 from gpuprefetch import DataPrefetcher, EncodedImage, convert_transforms
 from gpuprefetch.migrate.accelerate import accelerate
 
-hf = pytest.importorskip("datasets")
+if importlib.util.find_spec("datasets") is None:
+    pytest.skip("datasets is not installed", allow_module_level=True)
 
 COUNT = 7
 CPU = {"device": "cpu", "print_plan": False}
@@ -38,6 +40,8 @@ def encoded(picture, **options):
 def table(files=None, count=COUNT):
     if files is None:
         files = [encoded(draw(40 + i, 60, seed=i), format="JPEG", quality=95) for i in range(count)]
+    import datasets as hf  # a second, in the one process of pytest -n that runs this file
+
     rows = {"image": files, "label": [*range(len(files))]}
     return hf.Dataset.from_dict(rows).cast_column("image", hf.Image())
 
@@ -200,6 +204,8 @@ def test_pictures_that_the_dataset_turns_or_decodes():
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("mode", [None, "RGB"])
 def test_a_bad_file_is_decided_by_on_error(num_workers, mode):
+    import datasets as hf
+
     files = [encoded(draw(40, 60, seed=i), format="JPEG", quality=95) for i in range(COUNT)]
     # by_a_global can be pickled, for workers that are not forked
     want = [*loader_of(table(files).with_transform(by_a_global), batch_size=1)]
@@ -396,6 +402,8 @@ def with_label(batch, pipeline):
 
 
 def test_the_advice_for_rows_without_a_function_works():
+    import datasets as hf
+
     rows = table()
     with pytest.raises(TypeError, match="its rows go through no function") as raised:
         accelerate(loader_of(rows), **CPU)

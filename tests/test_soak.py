@@ -42,7 +42,7 @@ def test_a_slice(device, soak):
     else:  # a child alone is as large as its own work makes it
         integrity = soak.integrity("cpu", 1, 20, 60.0)
         code = "import json, soak; print(json.dumps(soak.memory('cpu', 1, 5, 2, 0.5)))"
-        child = Child(code, PYTHONPATH=CHECKS, modules=["kornia.augmentation"])
+        child = Child(code, PYTHONPATH=CHECKS, modules=["kornia.augmentation"], whole=False)
         memory = json.loads(child.communicate()[0])
         assert integrity["batches"] == 20
         policies = soak.policies("cpu", 1, 8, 60.0)

@@ -15,6 +15,13 @@ from structure import RULES, parse, read
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_trees_are_left():
+    """A million nodes, which later tests would look through each time they collect garbage."""
+    yield
+    read.cache_clear()
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_no_more_than_its_bar(name):
     rule = RULES[name]
