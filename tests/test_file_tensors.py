@@ -4,6 +4,7 @@ import contextlib
 import copy
 import multiprocessing
 import pickle
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from gpuprefetch import (
 )
 from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.migrate.folders import encoded_view
+from gpuprefetch.migrate.handlers import may_be_caught
 from gpuprefetch.migrate.row_functions import is_of_rows
 
 pytestmark = pytest.mark.filterwarnings(
@@ -1397,28 +1399,156 @@ def test_the_two_ways_of_a_refusal_fit_tensors(folder, paths):
     held(DataLoader(Subset(ImageFolder(folder, again, loader=decode_image), [1, 2]), 2))
 
 
-@pytest.mark.parametrize("read", [decode_image, opened])
-def test_what_is_beside_an_image_is_that_of_its_call(paths, read):
-    """The dataset uses one mask, one array and one dictionary again, and changes them at once."""
+class Reusing(Jointly):
+    """Uses one mask, one array and one dictionary for all samples."""
 
-    class Reusing(Jointly):
+    copies = False
+
+    def __getitem__(self, index):
+        image = self.image(self.paths[index])
+        self.seen["mask"][:] = index
+        self.seen["array"][:] = index
+        self.seen["id"] = index
+        return self.transforms(image, copy.deepcopy(self.seen) if self.copies else self.seen)
+
+
+@pytest.mark.parametrize("only", ["mask", "array", "id"])
+def test_what_is_changed_beside_an_image_after_the_call_is_refused(paths, only):
+    class One(Reusing):
         def __getitem__(self, index):
-            image = self.image(self.paths[index])
-            self.seen["mask"][:] = index
-            self.seen["array"][:] = index
-            self.seen["id"] = index
-            made = self.transforms(image, self.seen)
-            self.seen["mask"].zero_()
-            self.seen["array"][:] = -1
-            self.seen["id"] = -1
+            kept = {**self.seen}
+            made = super().__getitem__(index)
+            if only == "id":
+                self.seen["id"] = -1
+            else:
+                self.seen = {**kept, only: kept[only].clone() if only == "mask" else kept[only] + 0}
+                self.seen[only][:] = 9
+                kept[only][:] = 8
             return made
 
-    pipeline = v2.Compose([v2.ToImage(), PIPELINE])
-    dataset = Reusing(paths[:1] * 5, pipeline, image=read)
+    dataset = with_things_beside(One, paths)
+    with pytest.raises(ValueError, match=r"was changed after .*copy\.deepcopy\(target\)"):
+        list(accelerate(DataLoader(dataset, 5, num_workers=1), **CPU))
+
+
+def with_things_beside(kind, paths, read=decode_image):
+    dataset = kind(paths[:1] * 5, v2.Compose([v2.ToImage(), PIPELINE]), image=read)
     mask = tv_tensors.Mask(torch.zeros(1, 48, 64, dtype=torch.uint8))
     dataset.seen = {"mask": mask, "array": np.zeros(2), "id": 0}
+    return dataset
+
+
+@pytest.mark.parametrize("read", [decode_image, opened])
+def test_what_is_used_again_beside_images_is_refused_and_the_advice_works(paths, read):
+    dataset = with_things_beside(Reusing, paths, read)
     loader = DataLoader(dataset, 5, num_workers=1)
+    with pytest.raises(ValueError, match=r"was changed after .*copy\.deepcopy\(target\)"):
+        list(accelerate(loader, **CPU))
+    dataset.copies = True
     ((_, old),) = loader
     ((_, new),) = accelerate(loader, **CPU)
     assert old["mask"].amax((1, 2, 3)).tolist() == [0, 1, 2, 3, 4]
     torch.testing.assert_close(new, old, rtol=0, atol=0)
+
+
+def test_a_transform_may_change_what_the_dataset_gives_itself(paths):
+    class Changing:
+        def __call__(self, image, target):
+            target["boxes"].mul_(2)
+            target["ids"] = target["ids"] + 1
+            return PIPELINE(image), target
+
+    class Targets(Own):
+        def __getitem__(self, index):
+            target = {"boxes": torch.full((2, 4), float(index)), "ids": torch.tensor([index])}
+            image, _ = self.transforms(decode_image(self.paths[index]), target)
+            return image, target
+
+    dataset = Targets(paths)
+    dataset.transform = None
+    dataset.transforms = Changing()
+    loader = DataLoader(dataset, 3, num_workers=1)
+    for old, new in zip(loader, accelerate(loader, **CPU), strict=True):
+        torch.testing.assert_close(new, old, atol=LEVEL, rtol=0)
+
+
+# --- errors that a dataset does not catch ---------------------------------------------------------
+
+
+class Sizes(Own):
+    """Reads a second file for its size alone, and counts."""
+
+    others = ()
+    count = 0
+
+    def __getitem__(self, index):
+        self.count += 1
+        image, _ = super().__getitem__(index)
+        other = self.read(self.others[index])
+        return image, other.shape[1], self.count
+
+
+@pytest.mark.parametrize("name", ["text", "truncated", "truncated PNG", "empty"])
+def test_a_bad_file_whose_pixels_nobody_gets_is_the_librarys_error(paths, tmp_path, name):
+    dataset = Sizes(paths[:3])
+    dataset.others = among(paths, BAD[name], tmp_path)
+    for on_error in ("raise", "skip"):
+        with pytest.raises(RuntimeError) as raised:
+            list(accelerate(DataLoader(dataset, 3), **CPU, on_error=on_error))
+        assert not isinstance(raised.value, BadImageError)
+    with pytest.raises(RuntimeError):
+        list(DataLoader(dataset, 3))
+
+
+@pytest.mark.parametrize("name", ["text", "truncated PNG", "empty"])
+def test_a_sample_whose_dataset_catches_an_error_is_read_once(paths, tmp_path, name):
+    class Counting(Own):
+        count = 0
+
+        def __getitem__(self, index):
+            self.count += 1
+            try:
+                image = decode_image(self.paths[index])
+            except RuntimeError:
+                image = torch.zeros(3, 40, 40, dtype=torch.uint8)
+            return self.transform(image), self.count
+
+    files = among(paths, BAD[name], tmp_path) + paths
+    old = list(DataLoader(Counting(files), 4))
+    new = list(accelerate(DataLoader(Counting(files), 4), **CPU))
+    assert_same_batches(old, new, atol=LEVEL, rtol=0)
+    assert torch.cat([counts for _, counts in new]).tolist() == [*range(1, len(files) + 1)]
+
+
+@pytest.mark.parametrize("where", ["try", "with", "finally", "nothing", "called"])
+def test_what_may_be_caught(where):
+    def ask():
+        return may_be_caught(outermost)
+
+    def within():
+        if where == "with":
+            with contextlib.suppress(KeyError):
+                return ask()
+        if where == "try":
+            try:
+                return ask()
+            except KeyError:
+                return None
+        if where == "finally":
+            try:
+                return ask()
+            finally:
+                str(where)
+        return ask()
+
+    def around():
+        try:
+            return inner()
+        except KeyError:
+            return None
+
+    def inner():
+        return ask()
+
+    outermost = sys._getframe()
+    assert (around() if where == "called" else within()) == (where != "nothing")

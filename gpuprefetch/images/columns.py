@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
@@ -88,7 +88,11 @@ def _in_place_of_image(model: object, sample: object) -> torch.Tensor | None:
     """The first tensor of a sample that is where a sample like it has an encoded image."""
     if is_image(model):
         return sample if isinstance(sample, torch.Tensor) else None
-    pairs = zip(children_of(model, is_image) or (), children_of(sample, None) or (), strict=False)
+    if isinstance(model, Mapping) and isinstance(sample, Mapping):
+        pairs = [(model[key], sample[key]) for key in model if key in sample]
+    else:
+        parts = (children_of(model, is_image) or (), children_of(sample, None) or ())
+        pairs = list(zip(*parts, strict=False))
     found = (_in_place_of_image(one, other) for one, other in pairs)
     return next((tensor for tensor in found if tensor is not None), None)
 

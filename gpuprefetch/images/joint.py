@@ -19,13 +19,13 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from gpuprefetch.core.nested import map_leaves, select
+from gpuprefetch.core.nested import children_of, map_leaves, select
 from gpuprefetch.images.bad import name_of
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.guard import UndecodedError
 from gpuprefetch.images.recorded import Call, Joint, Recording, RecordingError
 from gpuprefetch.images.sized import recording, recording_of, stand_in_for
-from gpuprefetch.images.walk import follower_types, is_image
+from gpuprefetch.images.walk import PLAIN_TYPES, follower_types, is_image
 from gpuprefetch.transforms.head import Head
 from gpuprefetch.transforms.random import (
     Keys,
@@ -156,6 +156,7 @@ def _carried_out(image: EncodedImage, size: Size, seed: int, launch: Head) -> _S
             "as the others do."
         )
     _refuse_other_size(image, joint, size)
+    _refuse_changed(image, joint)
     try:
         with draws_of_sample(seed):
             outcome = carried_out(joint, size, converts=given.dtype is not None)
@@ -208,6 +209,51 @@ def _refuse_other_size(image: EncodedImage, joint: Joint, size: Size) -> None:
                 f"{size[0]} x {size[1]}. If that is the picture as its EXIF orientation turns it, "
                 "leave apply_exif=True out."
             )
+
+
+def state_of(node: object) -> tuple[object, ...]:
+    """What a structure holds now: it is equal later if nothing in it was replaced or changed.
+
+    A tensor counts its own changes. Arrays and PIL images are compared by their bytes, and other
+    objects by being the same.
+    """
+    children = children_of(node, None)
+    if children is not None and PLAIN_TYPES.issuperset(map(type, children)):
+        return tuple(children)  # such as the thousands of numbers of a polygon
+    if children is not None:
+        return tuple(part for child in children for part in state_of(child))
+    if isinstance(node, torch.Tensor):
+        return (_Same(node), 0 if node.is_inference() else node._version)
+    if isinstance(node, bytearray):
+        return (_Same(node), bytes(node))
+    if isinstance(node, np.ndarray) or hasattr(node, "tobytes"):
+        return (_Same(node), hash(node.tobytes()))
+    return (node if type(node) in PLAIN_TYPES else _Same(node),)
+
+
+class _Same:
+    """Equal to nothing but the same object, which it keeps."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: object) -> None:
+        self._held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._held is self._held
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _refuse_changed(image: EncodedImage, joint: Joint) -> None:
+    """Refuse what was changed after the dataset called its transform, which runs now."""
+    if state_of(joint.beside) != joint.state:
+        raise ValueError(
+            f"What stands beside {name_of(image.index, image.path)} was changed after the dataset "
+            "called its transform, which runs when the batch is complete. Change it before the "
+            "call, or give the transform a copy, as of a dictionary or a mask that the dataset "
+            "uses for each sample again: self.transforms(image, copy.deepcopy(target))."
+        )
 
 
 def _is_follower(leaf: object) -> bool:

@@ -64,6 +64,7 @@ class Joint:
     beside: tuple[object, ...]  # the picture, in the order of the arguments
     takes_tensor: bool = False  # whether it got an image as a tensor, and no PIL image
     takes_pure: bool = False  # whether that tensor was none of torchvision's kinds
+    state: tuple[object, ...] = ()  # of what is beside the picture, when it was called
 
 
 _KEY = np.zeros(1, np.uint64)  # of ops that sample nothing

@@ -18,7 +18,7 @@ from types import FunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, Subset, default_collate
+from torch.utils.data import ConcatDataset, StackDataset, Subset, default_collate
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -48,7 +48,6 @@ from gpuprefetch.policies.per_image import Transform
 from gpuprefetch.policies.timm import from_timm, is_timm
 
 Dataset = Any  # the user's, of any class
-_SEARCHED = 100  # entries: a longer list is one of samples, unless all of it are datasets
 
 # --- What a dataset is made of ---
 
@@ -126,26 +125,18 @@ def _is_pipeline(value: object) -> bool:
 def within(dataset: Dataset) -> dict[str, list[Dataset]]:
     """The datasets that a dataset holds, by its attributes.
 
-    These are datasets and lists of them. In a dataset without a transform of its own, datasets also
-    count in a dictionary, and beside other things, as a ``StackDataset`` may hold them.
+    These are datasets and lists of them; those of a ``StackDataset`` may be in a dictionary, and
+    beside other things.
     """
     own: dict[str, object] = getattr(dataset, "__dict__", {})
     found = {}
     for name, value in own.items():
-        held = [value] if _is_dataset(value) else value
+        held: Any = [value] if _is_dataset(value) else value
         if isinstance(held, (list, tuple)) and held and all(map(_is_dataset, held)):
             found[name] = list(held)
-        elif (some := _datasets_among(held)) and not own_transform(dataset):
-            found[name] = some
-    return found
-
-
-def _datasets_among(held: object) -> list[Dataset]:
-    """The datasets in a short dictionary, list or tuple."""
-    values = list(held.values()) if type(held) is dict else held
-    if not isinstance(values, (list, tuple)) or len(values) > _SEARCHED:
-        return []
-    return [value for value in values if _is_dataset(value)]
+        elif name == "datasets" and isinstance(dataset, StackDataset):
+            found[name] = list(filter(_is_dataset, held.values() if type(held) is dict else held))
+    return {name: some for name, some in found.items() if some}
 
 
 def _with_views(held: Any, views: Iterator[Dataset]) -> object:

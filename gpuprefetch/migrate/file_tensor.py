@@ -80,6 +80,7 @@ class ReadFile:
         library: whose operator it is.
         decode: gives its pixels.
         pixels: them, if the operator has decoded them already.
+        error: of the operator, which is kept back from the dataset.
     """
 
     def __init__(
@@ -88,13 +89,16 @@ class ReadFile:
         library: str,
         decode: Callable[[], torch.Tensor],
         pixels: torch.Tensor | None = None,
+        error: Exception | None = None,
     ) -> None:
         self._file = file
         self._library = library
         self._decode = decode
         self._pixels = pixels
         self._decoded_at_once = pixels is not None
-        self._is_taken = False  # by a transform
+        self.is_taken = False  # by a transform
+        self.may_catch = current.may_catch  # whether its dataset might catch an error for it
+        self.error = error
         self.touched = ""  # by which function first
         current.open(self)
 
@@ -149,18 +153,19 @@ class ReadFile:
         takes.refuse_form(FORM, self.name)
         if not (takes.leaves_tensors_encoded and self.waits):
             return None
-        self._is_taken = True
+        self.is_taken = True
         return self._file
 
-    def is_bad(self) -> bool:
-        """Whether the library does not decode it. One that no transform has got is tried."""
-        if self._file._fault or self._is_taken or self.has_pixels:
-            return bool(self._file._fault)
-        try:
-            self.pixels()
-        except RuntimeError:
-            return True
-        return False
+    def error_left(self) -> Exception | None:
+        """The library's error, if nothing else would tell of it: no transform has got the file."""
+        if self.is_taken:
+            return None
+        if not (self.has_pixels or self.error):
+            try:
+                self.pixels()
+            except RuntimeError as error:
+                self.error = error
+        return self.error
 
 
 class FileTensor(torch.Tensor):
@@ -276,6 +281,12 @@ def _read_file(path: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
     except OSError:
         return read(path)  # whose error it is
     fault = fault_of(status)
+    if (fault or not status.st_size) and current.may_catch:
+        try:
+            return read(path)
+        except Exception as error:
+            current.note_raised(error)
+            raise
     if fault or not status.st_size:
         data = torch.empty(0, dtype=torch.uint8, device="cpu")
     else:
@@ -305,6 +316,9 @@ def _format_of(data: torch.Tensor) -> str:
         found = _formats.original(data)
         fault = ""
     except ValueError as error:
+        if current.may_catch:
+            current.note_raised(error)
+            raise
         found = "jpeg"
         fault = fault or _refused(_TORCHCODEC, str(error).partition(". ")[0])
     if fault != before:
@@ -376,9 +390,12 @@ class _Operator:
         except RuntimeError as error:
             if lacks_memory(error):
                 raise
+            if current.may_catch:
+                current.note_raised(error)
+                raise
             if not file._fault:
                 file._condemn(_refused(self._library, _reason_of(error)))
-            return FileTensor(ReadFile(file, self._library.name, decode), _MADE_UP)
+            return FileTensor(ReadFile(file, self._library.name, decode, error=error), _MADE_UP)
         read = ReadFile(file, self._library.name, decode, pixels)
         return FileTensor(read, pixels.shape, pixels.dtype)
 

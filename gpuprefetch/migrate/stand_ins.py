@@ -26,7 +26,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ from gpuprefetch.images.guard import (
     is_marked,
 )
 from gpuprefetch.images.header import read_header
-from gpuprefetch.images.joint import Promised
+from gpuprefetch.images.joint import Promised, state_of
 from gpuprefetch.images.places import ViewPlace
 from gpuprefetch.images.ppm import to_ppm
 from gpuprefetch.images.recorded import CONVERSIONS, GEOMETRY, SAME_SIZE, Joint
@@ -457,11 +457,11 @@ class LeftEncoded:
     ) -> tuple[object, ...]:
         """What stands for the results of a transform of a picture and what is beside it."""
         first = given[0]
-        others = map_leaves(_copy_of, [*given[1:]], _is_not_real)
+        others = tuple(_replaced(_real, [*given[1:]], (FileTensor,)))
         kind = form_of(first).kind
         result = Result.of(self._image_of(first))
-        joint = Joint(transform, tuple(others), kind is not None, kind is torch.Tensor)
-        result._put_off(joint)
+        is_pure = kind is torch.Tensor
+        result._put_off(Joint(transform, others, kind is not None, is_pure, state_of(others)))
         note_result(result)
         return result, *(Promised(result, number) for number in range(len(others)))
 
@@ -599,40 +599,62 @@ def read_sample(get: Callable[[], Sample], who: str, key: object, ways: str = TW
         _know_functions()
     read = functools.partial(_attempt, get, who, key, ways)
     with reading:
-        sample, error, hid_an_error = read()
-    if hid_an_error:
-        # The dataset may do something else with a bad file. If not, the prefetcher decides on it.
-        again, its_error, _ = read()
-        if error is not None or its_error is None or isinstance(its_error, UndecodedError):
-            sample = again
-            error = its_error
-    if error is not None:
-        raise error
-    return sample
+        tried = read(keeps_back=False)
+        if tried.error is not None and tried.error is tried.raised:
+            # The dataset does not go on, and the prefetcher decides on the bad file.
+            again = read(keeps_back=True)
+            tried = again if again.error is None else tried
+    if tried.error is None and tried.left:
+        # A library's error was kept back, and nothing else tells of it. For a JPEG that is only
+        # decoded here the dataset might have caught it: so it is asked again, without stand-ins.
+        if not any(each.may_catch for each in tried.left):
+            raise tried.left[0].error or AssertionError("an error is left")
+        tried = read(keeps_back=False)
+    if tried.error is not None:
+        raise tried.error
+    return tried.sample
+
+
+class _Tried(NamedTuple):
+    """What came of reading a sample.
+
+    Attributes:
+        sample: None if there is an error.
+        error: of the dataset.
+        raised: the last error of a library for a bad file that the dataset got.
+        left: bad files whose errors the dataset did not get, and that no transform has got.
+    """
+
+    sample: Sample
+    error: Exception | None
+    raised: Exception | None
+    left: list[ReadFile]
 
 
 def _attempt(
-    get: Callable[[], Sample], who: str, key: object, ways: str
-) -> tuple[Sample, Exception | None, bool]:
-    """A sample, or its error, and whether that of a library was kept back from its dataset."""
+    get: Callable[[], Sample], who: str, key: object, ways: str, *, keeps_back: bool
+) -> _Tried:
     sample = None
     failed: Exception | None = None
-    with faults as messages, current.begun(key) as results:
+    frame = sys._getframe()
+    with faults as messages, current.begun(key, frame, keeps_back=keeps_back) as results:
         try:
             sample = _shown(get, who, ways, messages, results)
         except Exception as error:
             failed = error
         finally:
-            hid_an_error = any(type(each) is ReadFile and each.is_bad() for each in current.opened)
+            read = [each for each in current.opened if type(each) is ReadFile]
+            left = [] if failed else [each for each in read if each.error_left()]
+            raised = current.raised
             for picture in _kept_of(current.opened):
                 if type(picture) is Picture:  # else a module got it, and it is real
                     picture.become_real()
     if failed is None:
         for result in results:
             # The sample has it wherever the dataset has put it, so it stays the same object.
-            left = ViewPlace if type(result) is LaterView else EncodedImage
-            vars(object)["__class__"].__set__(result, left)
-    return sample, failed, hid_an_error
+            left_behind = ViewPlace if type(result) is LaterView else EncodedImage
+            vars(object)["__class__"].__set__(result, left_behind)
+    return _Tried(sample, failed, raised, left)
 
 
 def _shown(
@@ -670,14 +692,6 @@ def _is_not_real(leaf: Leaf) -> bool:
 def _left(leaf: Leaf) -> Leaf:
     """What a sample holds in the place of a stand-in."""
     return LeftBehind(leaf.name) if type(leaf) is Picture else _real(leaf)
-
-
-def _copy_of(leaf: Leaf) -> Leaf:
-    """What the transform is given later: the dataset may change its own until then."""
-    real = _real(leaf)
-    if isinstance(real, torch.Tensor):
-        return real.clone()
-    return real.copy() if isinstance(real, np.ndarray) else real
 
 
 def _real(leaf: Leaf) -> Leaf:
