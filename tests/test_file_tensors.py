@@ -1550,5 +1550,5 @@ def test_what_may_be_caught(where):
     def inner():
         return ask()
 
-    outermost = sys._getframe()
+    outermost = sys._getframe().f_code
     assert (around() if where == "called" else within()) == (where != "nothing")

@@ -10,17 +10,18 @@ from types import CodeType, FrameType
 Span = tuple[int, int]  # of instructions, in bytes
 
 
-def may_be_caught(outermost: FrameType | None) -> bool:
-    """Whether an error that is raised here may be caught before it reaches a frame.
+def may_be_caught(outermost: CodeType) -> bool:
+    """Whether an error that is raised here may be caught before it reaches a function.
 
     That is so in a ``try`` and in a ``with``, whatever is done with the error there. This package
     itself hands errors on.
 
     Args:
-        outermost: a frame that called this function, perhaps through others. None if none did.
+        outermost: the code of that function, which calls this one through others. Its frame would
+            hold itself if it were given.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not outermost:
+    while frame is not None and frame.f_code is not outermost:
         ours = str(frame.f_globals.get("__name__")).startswith("gpuprefetch.")
         spans = () if ours else _handled(frame.f_code)
         if any(start <= frame.f_lasti < stop for start, stop in spans):

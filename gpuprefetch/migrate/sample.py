@@ -6,7 +6,7 @@ import contextlib
 import operator
 import threading
 from collections.abc import Iterator
-from types import FrameType
+from types import CodeType
 
 import torch
 
@@ -22,22 +22,22 @@ class CurrentSample(threading.local):
         self.results: list[Encoded] | None = None  # of the transform; None while no sample is read
         self.index = -1  # in its dataset; -1 where that is no integer
         self.raised: Exception | None = None  # of a library, for a bad file, to the dataset
-        self._frame: FrameType | None = None  # which called the dataset
+        self._caller: CodeType | None = None  # of the function that called the dataset
         self._keeps_back = False
         self._seed = 0  # torch's, when the sample was begun
 
     @contextlib.contextmanager
-    def begun(self, key: object, frame: FrameType, *, keeps_back: bool) -> Iterator[list[Encoded]]:
+    def begun(self, key: object, caller: CodeType, *, keeps_back: bool) -> Iterator[list[Encoded]]:
         """Read the sample of a key in this block.
 
         Args:
             key: of the sample.
-            frame: which calls the dataset.
+            caller: the code of the function that calls the dataset.
             keeps_back: whether a library's error for a bad file is kept from the dataset, even if
                 that might catch it.
         """
         self.raised = None
-        self._frame = frame
+        self._caller = caller
         self._keeps_back = keeps_back
         self.results = results = list[Encoded]()
         self._seed = torch.initial_seed()
@@ -49,7 +49,7 @@ class CurrentSample(threading.local):
             self.opened = []
             self.results = None
             self.index = -1
-            self._frame = None
+            self._caller = None
 
     def open(self, stand_in: object) -> None:
         """Note what stands for a file."""
@@ -63,7 +63,7 @@ class CurrentSample(threading.local):
     @property
     def may_catch(self) -> bool:
         """Whether the dataset may catch what is raised now, and is to get it."""
-        return not self._keeps_back and self._frame is not None and may_be_caught(self._frame)
+        return not self._keeps_back and self._caller is not None and may_be_caught(self._caller)
 
     def latest_use(self) -> str:
         """What was done with the pixels of the latest file that was used."""

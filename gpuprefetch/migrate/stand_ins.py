@@ -636,8 +636,8 @@ def _attempt(
 ) -> _Tried:
     sample = None
     failed: Exception | None = None
-    frame = sys._getframe()
-    with faults as messages, current.begun(key, frame, keeps_back=keeps_back) as results:
+    begun = current.begun(key, _attempt.__code__, keeps_back=keeps_back)
+    with faults as messages, begun as results:
         try:
             sample = _shown(get, who, ways, messages, results)
         except Exception as error:
