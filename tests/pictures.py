@@ -111,6 +111,15 @@ def insert_segment(jpeg, marker, payload):
     return jpeg[:2] + begin + payload + jpeg[2:]
 
 
+def write_folder(root, pictures, ending, **options):
+    """A folder of two classes, which have the pictures in turn."""
+    for i, picture in enumerate(pictures):
+        path = root / "ab"[i % 2] / f"{i}.{ending}"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(picture).save(path, **options)
+    return root
+
+
 def read_with_pil(data):
     """Return ``(H, W, 3)``: what decode_cpu() is held to."""
     with Image.open(io.BytesIO(data)) as image:

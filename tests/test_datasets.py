@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import OnTheCpu, Split, assert_same_batches
-from pictures import draw, encode_jpeg
+from pictures import draw, encode_jpeg, write_folder
 from PIL import Image, ImageOps
 from PIL.Image import open as open_by_another_name
 from PIL.JpegImagePlugin import JpegImageFile
@@ -61,15 +61,6 @@ CPU = {"device": "cpu", "print_plan": False}
 NO_CUDA = "device='cpu'" if torch.cuda.is_available() else "no CUDA device found"
 OPS = [v1.Resize(36), v1.CenterCrop(32), v1.ToTensor()]
 PIPELINE = v1.Compose(OPS)
-
-
-def write_folder(root, pictures, ending, **options):
-    """A folder of two classes, which have the pictures in turn."""
-    for i, picture in enumerate(pictures):
-        path = root / "ab"[i % 2] / f"{i}.{ending}"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(picture).save(path, **options)
-    return root
 
 
 @pytest.fixture(scope="module")

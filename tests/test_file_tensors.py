@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import assert_same_batches
-from pictures import draw, encode
+from pictures import draw, encode, write_folder
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 from torchcodec import decoders
@@ -55,12 +55,8 @@ TORCHCODECS = ("_source_to_tensor", "_detect_image_format", "_decode_jpeg", "_de
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("folder")
-    for i in range(COUNT):
-        path = root / "ab"[i % 2] / f"{i}.jpg"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(draw(48 + 2 * i, 64, seed=i)).save(path, quality=95)
-    return root
+    pictures = [draw(48 + 2 * i, 64, seed=i) for i in range(COUNT)]
+    return write_folder(tmp_path_factory.mktemp("folder"), pictures, "jpg", quality=95)
 
 
 @pytest.fixture(scope="module")

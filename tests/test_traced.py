@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from pictures import draw, encode
+from pictures import draw, encode, write_folder
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from torchvision import transforms as v1
@@ -36,12 +36,8 @@ CPU = {"device": "cpu", "print_plan": False}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("folder")
-    for i in range(COUNT):
-        path = root / "ab"[i % 2] / f"{i}.jpg"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(draw(48 + 2 * i, 64, seed=i)).save(path, quality=95)
-    return root
+    pictures = [draw(48 + 2 * i, 64, seed=i) for i in range(COUNT)]
+    return write_folder(tmp_path_factory.mktemp("folder"), pictures, "jpg", quality=95)
 
 
 # Two pipelines that sample nothing, so that pictures can be compared with those of the workers.

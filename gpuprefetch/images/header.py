@@ -251,6 +251,11 @@ def blank(data: bytes | memoryview, spans: Sequence[Span]) -> bytearray:
     return copied
 
 
+def reason_of(error: RuntimeError) -> str:
+    """What TorchCodec or torchvision says, without the C++ function, file and line before it."""
+    return re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
+
+
 def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:
     from torchcodec import decoders
 
@@ -258,8 +263,7 @@ def _decode_jpeg(data: bytes, header: ImageHeader) -> torch.Tensor:
     try:
         image: torch.Tensor = decoders.decode_jpeg(encoded)
     except RuntimeError as error:
-        # TorchCodec's messages begin with the C++ function, file and line.
-        reason = re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
+        reason = reason_of(error)
         # Only some versions pass on the words of torch's allocator.
         if lacks_memory(error) or not has_room(3 * header.height * header.width):
             raise MemoryError(reason) from error

@@ -135,8 +135,9 @@ def within(dataset: Dataset) -> dict[str, list[Dataset]]:
         if isinstance(held, (list, tuple)) and held and all(map(_is_dataset, held)):
             found[name] = list(held)
         elif name == "datasets" and isinstance(dataset, StackDataset):
-            found[name] = list(filter(_is_dataset, held.values() if type(held) is dict else held))
-    return {name: some for name, some in found.items() if some}
+            columns = held.values() if type(held) is dict else held
+            found[name] = [column for column in columns if _is_dataset(column)]
+    return found
 
 
 def _with_views(held: Any, views: Iterator[Dataset]) -> object:

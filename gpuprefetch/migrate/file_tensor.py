@@ -19,7 +19,6 @@ A FileTensor that the dataset keeps may be used at any time, and is the file's p
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,13 @@ import torch
 from gpuprefetch.core.nested import Leaf, map_leaves
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import LARGE, fault_of
-from gpuprefetch.images.header import ImageHeader, decode_cpu, loads_truncated, read_header
+from gpuprefetch.images.header import (
+    ImageHeader,
+    decode_cpu,
+    loads_truncated,
+    read_header,
+    reason_of,
+)
 from gpuprefetch.images.host_memory import lacks_memory
 from gpuprefetch.images.jpeg import JPEG, may_be_turned
 from gpuprefetch.lists.forms import tensors
@@ -281,16 +286,16 @@ def _read_file(path: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
     except OSError:
         return read(path)  # whose error it is
     fault = fault_of(status)
-    if (fault or not status.st_size) and current.may_catch:
+    if status.st_size and not fault:
+        data = read(path)
+    elif current.may_catch:
         try:
             return read(path)
         except Exception as error:
-            current.note_raised(error)
+            current.gets(error)
             raise
-    if fault or not status.st_size:
-        data = torch.empty(0, dtype=torch.uint8, device="cpu")
     else:
-        data = read(path)
+        data = torch.empty(0, dtype=torch.uint8, device="cpu")
     current.open(_ReadBytes(data, path, fault))
     return data
 
@@ -316,8 +321,7 @@ def _format_of(data: torch.Tensor) -> str:
         found = _formats.original(data)
         fault = ""
     except ValueError as error:
-        if current.may_catch:
-            current.note_raised(error)
+        if current.gets(error):
             raise
         found = "jpeg"
         fault = fault or _refused(_TORCHCODEC, str(error).partition(". ")[0])
@@ -390,11 +394,10 @@ class _Operator:
         except RuntimeError as error:
             if lacks_memory(error):
                 raise
-            if current.may_catch:
-                current.note_raised(error)
+            if current.gets(error):
                 raise
             if not file._fault:
-                file._condemn(_refused(self._library, _reason_of(error)))
+                file._condemn(_refused(self._library, reason_of(error)))
             return FileTensor(ReadFile(file, self._library.name, decode, error=error), _MADE_UP)
         read = ReadFile(file, self._library.name, decode, pixels)
         return FileTensor(read, pixels.shape, pixels.dtype)
@@ -417,11 +420,6 @@ def _is_decoded_alike(file: EncodedImage, header: ImageHeader, mode: int, *, tur
     turned = turns and bool(header.exif) and may_be_turned(file.data)
     # The operators decode no truncated file, whatever Pillow is told.
     return colors and not (turned or loads_truncated())
-
-
-def _reason_of(error: RuntimeError) -> str:
-    """What an operator says, without its function and the line of its source."""
-    return re.sub(r"^.*\.cpp:\d+, ", "", str(error).partition("\n")[0])
 
 
 def _refused(library: _Library, reason: str) -> str:

@@ -56,14 +56,17 @@ class CurrentSample(threading.local):
         if self.results is not None:
             self.opened.append(stand_in)
 
-    def note_raised(self, error: Exception) -> None:
-        """Note a library's error for a bad file, which the dataset gets."""
-        self.raised = error
-
     @property
     def may_catch(self) -> bool:
         """Whether the dataset may catch what is raised now, and is to get it."""
         return not self._keeps_back and self._caller is not None and may_be_caught(self._caller)
+
+    def gets(self, error: Exception) -> bool:
+        """Whether the dataset is to get a library's error for a bad file; that is noted then."""
+        is_to_get = self.may_catch
+        if is_to_get:
+            self.raised = error
+        return is_to_get
 
     def latest_use(self) -> str:
         """What was done with the pixels of the latest file that was used."""

@@ -71,7 +71,7 @@ TWO_WAYS = (
 )
 OF_TENSORS = (
     "This transform takes tensors: there it is to begin with v2.ToImage(), v2.Compose([v2.ToImage()"
-    ", transform]), and the folder needs loader=decode_image. "
+    ", transform]), and the folder needs loader=decode_image."
 )
 SEEDED = (
     "On the device each image is sampled anew. Those that __getitem__ returns as "
@@ -604,12 +604,8 @@ def read_sample(get: Callable[[], Sample], who: str, key: object, ways: str = TW
             # The dataset does not go on, and the prefetcher decides on the bad file.
             again = read(keeps_back=True)
             tried = again if again.error is None else tried
-    if tried.error is None and tried.left:
-        # A library's error was kept back, and nothing else tells of it. For a JPEG that is only
-        # decoded here the dataset might have caught it: so it is asked again, without stand-ins.
-        if not any(each.may_catch for each in tried.left):
-            raise tried.left[0].error or AssertionError("an error is left")
-        tried = read(keeps_back=False)
+    if tried.error is None and tried.hid_an_error:
+        tried = read(keeps_back=False)  # without stand-ins
     if tried.error is not None:
         raise tried.error
     return tried.sample
@@ -622,13 +618,14 @@ class _Tried(NamedTuple):
         sample: None if there is an error.
         error: of the dataset.
         raised: the last error of a library for a bad file that the dataset got.
-        left: bad files whose errors the dataset did not get, and that no transform has got.
+        hid_an_error: whether the dataset might have caught an error that it did not get, and that
+            nothing else tells of: of a truncated JPEG, which is only decoded afterwards.
     """
 
     sample: Sample
     error: Exception | None
     raised: Exception | None
-    left: list[ReadFile]
+    hid_an_error: bool
 
 
 def _attempt(
@@ -636,15 +633,19 @@ def _attempt(
 ) -> _Tried:
     sample = None
     failed: Exception | None = None
+    hid_an_error = False
     begun = current.begun(key, _attempt.__code__, keeps_back=keeps_back)
     with faults as messages, begun as results:
         try:
             sample = _shown(get, who, ways, messages, results)
+            read = [each for each in current.opened if type(each) is ReadFile]
+            left = [(each, error) for each in read if (error := each.error_left())]
+            hid_an_error = any(each.may_catch for each, _ in left)
+            if left and not hid_an_error:
+                raise left[0][1]
         except Exception as error:
             failed = error
         finally:
-            read = [each for each in current.opened if type(each) is ReadFile]
-            left = [] if failed else [each for each in read if each.error_left()]
             raised = current.raised
             for picture in _kept_of(current.opened):
                 if type(picture) is Picture:  # else a module got it, and it is real
@@ -652,9 +653,9 @@ def _attempt(
     if failed is None:
         for result in results:
             # The sample has it wherever the dataset has put it, so it stays the same object.
-            left_behind = ViewPlace if type(result) is LaterView else EncodedImage
-            vars(object)["__class__"].__set__(result, left_behind)
-    return _Tried(sample, failed, raised, left)
+            kind = ViewPlace if type(result) is LaterView else EncodedImage
+            vars(object)["__class__"].__set__(result, kind)
+    return _Tried(sample, failed, raised, hid_an_error)
 
 
 def _shown(
@@ -723,7 +724,7 @@ def _refusal(who: str, messages: list[str], ways: str) -> UndecodedError:
 def _fitting(ways: str) -> str:
     """What to write, for the images that the dataset has read in this sample."""
     reads_tensors = any(type(each) is ReadFile for each in current.opened)
-    return f"{ways} {OF_TENSORS}".strip() if reads_tensors and ways == TWO_WAYS else ways
+    return f"{ways} {OF_TENSORS}" if reads_tensors and ways == TWO_WAYS else ways
 
 
 def _fault_of(sample: Sample, made: list[Encoded]) -> str:
