@@ -815,6 +815,28 @@ class OfSplits(DS):
         self.splits = {"train": ImageFolder(dataset.root, v1.Resize(9)), "name": "photos"}
 
 
+class Counting(Dataset):
+    """Counts its samples in a dictionary that also has the dataset."""
+
+    def __init__(self, dataset):
+        self.of = dataset
+        self.state = {"of": dataset, "count": 0}
+
+    def __len__(self):
+        return len(self.of)
+
+    def __getitem__(self, index):
+        self.state["count"] += 1
+        return *self.of[index], self.state["count"]
+
+
+def test_a_dictionary_that_has_a_dataset_stays_the_datasets_own(folder):
+    loader = DataLoader(Counting(ImageFolder(str(folder), PIPELINE)), 3)
+    numbers = torch.cat([batch[2] for batch in accelerate(loader, **CPU)])
+    assert numbers.tolist() == [*range(1, COUNT + 1)]
+    assert loader.dataset.state["count"] == COUNT
+
+
 COLUMNS = {
     "labels": lambda of: StackDataset(of, list(range(COUNT))),
     "tensors": lambda of: StackDataset(torch.arange(COUNT), of),

@@ -257,3 +257,13 @@ def test_a_sample_without_an_image_may_have_tensors(photo_folder):
     assert one["image"] is None
     assert torch.equal(one["depth"], torch.ones(1, 9, 8))
     assert other["image"].shape[-2:] == (16, 16)
+
+
+@pytest.mark.parametrize("other", [{}, {"image": None}])
+def test_samples_are_compared_by_the_names_of_what_they_hold(photo_folder, other):
+    ids = torch.arange(3)
+    samples = [{"image": first(photo_folder), "ids": ids}, {"ids": ids, **other}]
+    loader = DataLoader(samples, 2, collate_fn=list)
+    one, another = next(iter(DataPrefetcher(loader, device="cpu", transforms=[CROP])))
+    assert one["image"].shape[-2:] == (16, 16)
+    assert torch.equal(another["ids"], ids)

@@ -49,6 +49,7 @@ class CurrentSample(threading.local):
             self.opened = []
             self.results = None
             self.index = -1
+            self.raised = None  # its traceback holds the dataset's variables
             self._caller = None
 
     def open(self, stand_in: object) -> None:
