@@ -4,15 +4,16 @@
     python tests/checks/suite.py --cpu               # benchmarks/results/suite-cpu.json
     python tests/checks/suite.py --only test_resume  # some files; --go-on keeps the others' results
 
-``--jobs`` files run at a time, the largest first. Tests that are marked ``alone`` go by times: they
-run after all others, a file at a time. Where there are several GPUs the files take turns with the
-first one, and all are visible to each. A missing GPU is an error, as in CONTRIBUTING.md. A file
-whose process ends without a report has failed, and so has one without a test. The exit code tells
-whether a test failed. A run that is cut short leaves a summary that names the files without a
-result.
+``--jobs`` files run at a time, and those first that took longest in earlier runs. Tests that are
+marked ``alone`` go by times: they run after all others, a file at a time. Where there are several
+GPUs the files take turns with the first one, and all are visible to each. A missing GPU is an
+error, as in CONTRIBUTING.md. A file whose process ends without a report has failed, and so has one
+without a test. The exit code tells whether a test failed. A run that is cut short leaves a summary
+that names the files without a result.
 """
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -172,9 +173,24 @@ def suite(args: argparse.Namespace, document: Any) -> None:
         tell(file)
 
 
+def took(results: Path = table.RESULTS) -> dict[str, float]:
+    """Test file -> the most seconds that it took in a committed run of the suite on a GPU."""
+    seconds: dict[str, float] = {}
+    for path in results.glob("suite-h*.json"):
+        for result in json.loads(path.read_text())["results"]:
+            name = result["file"]
+            seconds[name] = max(seconds.get(name, 0.0), result["seconds"])
+    return seconds
+
+
 def chosen(args: argparse.Namespace) -> list[Path]:
-    """The files to run, the largest first: they end last."""
-    found = sorted(args.tests.glob("test_*.py"), key=lambda file: -file.stat().st_size)
+    """The files to run, the slowest first; before them those that have never ended, by size."""
+    seconds = took()
+
+    def rank(file: Path) -> tuple[float, int]:
+        return -seconds.get(file.name, float("inf")), -file.stat().st_size
+
+    found = sorted(args.tests.glob("test_*.py"), key=rank)
     files = [file for file in found if not args.only or file.stem in args.only]
     if not files or len(files) < len(args.only):
         raise SystemExit(f"no such test files: {', '.join(args.only) or args.tests}")
