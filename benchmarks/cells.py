@@ -24,6 +24,7 @@ PLAIN = "torchvision"
 POLICIES = {"ra": "RandAugment", "ta": "TrivialAugmentWide", "aa": "AutoAugment"}
 NO_MODEL = "no model"  # the loader alone
 LEAST_GIB = 0.1  # that a process on the GPU needs
+MADE_BEFORE = "loader made before"  # of a first epoch: before its clock started
 STILL_CACHED = 0.05  # share of the photos' pages that a cold run may find in memory
 
 Document = dict[str, Any]
@@ -86,7 +87,8 @@ def _epochs(result: Result) -> list[str]:
         return [f"{result['epochs']} short epochs"]
     files = f"{result['files']:,} photos"
     if result["cold"]:
-        return [f"first epoch of {files} from the disk"]
+        before = "clock_from" not in result
+        return [f"first epoch of {files} from the disk", *[MADE_BEFORE] * before]
     words = [f"epochs of {files}"]
     words += [f"{result['validate']:,} to validate"] * bool(result["validate"])
     return words + ["new workers each"] * (not result["persistent"])
@@ -204,8 +206,12 @@ class Cell:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether its columns may be compared: protocol 2 asks for a noise."""
-        return self.version == 1 or self.noise is not None
+        """Whether its columns may be compared: protocol 2 asks for a noise, and for one clock.
+
+        A clock that starts when the loader is there leaves out what some of them read ahead.
+        """
+        one_clock = not self.title.endswith(MADE_BEFORE)
+        return self.version == 1 or (self.noise is not None and one_clock)
 
     @property
     def photos(self) -> str:

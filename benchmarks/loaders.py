@@ -8,7 +8,9 @@ a random flip, normalize (``train=False``: resize the shorter side, center crop,
 """
 
 import ast
+import contextlib
 import ctypes
+import importlib
 import os
 import random
 import tempfile
@@ -671,6 +673,16 @@ LOADERS: dict[str, Callable[..., Batches]] = {
 }
 # A CUDA context has 8 work queues by default, and streams that share one wait for each other.
 ENVIRONMENT = {"dali": {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
+# Loader -> what its factory imports.
+MODULES = {
+    "gpuprefetch": ["gpuprefetch", "torchvision.transforms.v2"],
+    "torchvision": ["torchvision.datasets", "torchvision.transforms.v2"],
+    "dali": ["nvidia.dali.plugin.pytorch", "nvidia.dali.auto_aug.auto_augment"],
+    "timm": ["timm.data.loader"],
+    "kornia": ["kornia.augmentation.auto"],
+    "spdl": ["spdl.io", "spdl.pipeline"],
+    "ffcv": ["ffcv.loader"],
+}
 
 
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
@@ -693,6 +705,37 @@ def build(spec: str, settings: Settings) -> Batches:
     name, options = parse(spec)
     torch.manual_seed(0)
     return LOADERS[name](settings, **options)
+
+
+@dataclass
+class Late:
+    """The batches of a loader that is made when it is first iterated: DALI reads ahead from then.
+
+    Args:
+        spec: the loader and its options, as :func:`parse` reads them.
+        settings: of the loader.
+    """
+
+    spec: str
+    settings: Settings
+    made: Batches | None = None
+
+    def make(self) -> Batches:
+        """The loader itself."""
+        if self.made is None:
+            self.made = build(self.spec, self.settings)
+        return self.made
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return iter(self.make())
+
+
+def import_modules(spec: str) -> None:
+    """Import what a loader needs, so that its making takes only its own time."""
+    name, _ = parse(spec)
+    with contextlib.suppress(ImportError):  # build() says what is missing
+        for module in MODULES.get(name, ()):
+            importlib.import_module(module)
 
 
 def nvjpeg_version() -> str | None:

@@ -145,6 +145,7 @@ def _of_train(quote: Quote, documents: list[Document]) -> Values:
     other = quote.columns[-1]
     costs = {"CPU seconds": "cpu_seconds_per_1000_images", "GiB": "gpu_peak_gib"}
     costs |= {"ms an edge": "edge_ms", "ms between epochs": "between_epochs_ms"}
+    costs |= {"s to the first batch": "first_batch_seconds"}
     of_epochs: dict[str, Callable[[list[float]], float]] = {
         "s of the second epoch": lambda seconds: seconds[0],  # the first one is left out
         "s of a later epoch": lambda seconds: statistics.median(seconds[1:]),
@@ -175,7 +176,10 @@ def _of_train(quote: Quote, documents: list[Document]) -> Values:
         known = [*forms, "images/s", "% noise", *costs, *of_epochs]
         raise LookupError(f"no such quantity; {known} are")
     if not cell.is_comparable:
-        raise LookupError("its noise was not measured: the cell was cut short in its first round")
+        why = "its noise was not measured: the cell was cut short in its first round"
+        if cell.noise is not None:
+            why = "a loader that reads ahead had begun before the clock started"
+        raise LookupError(f"its columns cannot be compared; {why}")
     return [forms[quote.quantity](ratio) for ratio in compared.values], compared.equal
 
 

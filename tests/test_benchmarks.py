@@ -288,6 +288,30 @@ def test_a_column_of_a_model(settings):
     assert train.measure(cell, "ffcv", str(ROOT), shared, timing, time.time())["skipped"]
 
 
+def test_the_clock_of_a_first_epoch_starts_before_the_loader_is_made(settings, monkeypatch):
+    """As a loader may read ahead from then on, and another starts its workers when iterated."""
+
+    def late(given):
+        time.sleep(0.3)
+        return loaders.synthetic(given)
+
+    monkeypatch.setitem(loaders.LOADERS, "late", late)
+    cell = {"model": "none", "mode": "eager", "engine": "auto", "stream": "own"}
+    for cold, epochs in ((True, 1), (False, 2)):
+        cell |= {"cold": cold, "epochs": epochs}
+        shared = vars(settings) | {"images": 12}
+        result = train.measure(cell, "late", str(ROOT), shared, {}, time.time())
+        (seconds,) = result["loops"]["step"]["epoch_seconds"]
+        assert (seconds > 0.3) == cold
+        assert result.get("clock_from") == (train.FROM_LOADER if cold else None)
+    (named,) = train.cells(train.parse(["--tiny", "--cold", "--models", "none"]))
+    named |= {"column": "late", "loop": "step"}
+    files = f"first epoch of {named['files']:,} photos from the disk"
+    title = cells.title(named | {"clock_from": train.FROM_LOADER}, named["cores"])
+    assert title.endswith(files)
+    assert cells.title(named, named["cores"]).endswith(f"{files}, loader made before")
+
+
 def test_cells_and_columns(tmp_path, monkeypatch):
     taken = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: taken.append(cores))

@@ -59,9 +59,13 @@ def folder(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("folder"), pictures, "jpg", quality=95)
 
 
+def files_of(folder):
+    return sorted(map(str, folder.glob("*/*.jpg")), key=lambda path: int(Path(path).stem))
+
+
 @pytest.fixture(scope="module")
 def paths(folder):
-    return sorted(map(str, folder.glob("*/*.jpg")), key=lambda path: int(Path(path).stem))
+    return files_of(folder)
 
 
 def opened(path):
@@ -331,14 +335,18 @@ def test_pipelines_of_tensors_give_what_the_plain_loader_gives(paths, name):
 
 
 @pytest.mark.parametrize("read", [decode_image, lambda path: decode_image(path)[:, 1:]])
-def test_each_device_gives_what_the_plain_loader_gives(paths, device, read):
+def test_each_device_gives_what_the_plain_loader_gives(tmp_path, device, read):
+    # nvJPEG enlarges subsampled chroma otherwise than libjpeg does: by 3 levels in the mean here.
+    pictures = [draw(48 + 2 * i, 64, seed=i) for i in range(COUNT)]
+    paths = files_of(write_folder(tmp_path, pictures, "jpg", quality=95, subsampling=0))
     for ops in ([*CROPPED, SCALED], CROPPED, [v2.Resize((32, 128), NEAREST), SCALED]):
-        loader = DataLoader(Own(paths, v2.Compose(ops), read), 4)
+        own = Own(paths, v2.Compose(ops), read)
+        loader = DataLoader(own, 4, pin_memory=device.type == "cuda")
         moved = accelerate(loader, device=device, print_plan=False)
         for (old, _), (new, _) in zip(loader, moved, strict=True):
             assert old.dtype == new.dtype
             distance = (old.double() - new.double().cpu()).abs()
-            # A GPU's decoder differs by up to 3 levels for 99 of 100 values.
+            # nvJPEG rounds otherwise than libjpeg: by a level or two.
             assert distance.mean() * (255 if new.is_floating_point() else 1) < 1
 
 
