@@ -1303,6 +1303,17 @@ def test_a_difference_within_the_noise_is_equal(second):
     assert str(protocol.Compared([1.002, 1.004], 0.002)) == "1.003 (1.002 to 1.004; n = 2)"
 
 
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_clock_that_starts_when_the_loader_is_there_compares_no_columns(second, marked):
+    for r in second["results"]:
+        r |= {"epochs": 1, "cold": True} | ({"clock_from": train.FROM_LOADER} if marked else {})
+    (cell,) = cells.train_cells([second])
+    assert cell.is_comparable == bool(table.beside_dali(cell)) == marked
+    text = f"DALI was 4<!-- = train-new | {cell.title} | dali / gpuprefetch | % faster --> % faster"
+    found = quotes.problems(text, [second])
+    assert found == [] if marked else "before the clock started" in found[0]
+
+
 def test_files_of_one_gpu_are_one_machine(second):
     other = {**second, "file": "train-other.json"}
     for document, gpu in ((second, "a"), (other, "a")):
