@@ -21,6 +21,7 @@ import gpuprefetch
 from gpuprefetch.core.device import resolve_device
 from gpuprefetch.core.report import refuse_unwritable, versions
 from gpuprefetch.images.share import usable_cores
+from gpuprefetch.insight.files import check_files
 from gpuprefetch.insight.machine import machine
 from gpuprefetch.insight.named import NamedFiles
 
@@ -94,6 +95,11 @@ def _parity(args: argparse.Namespace) -> Report:
     if args.picture:
         report.picture(args.picture)
     return report
+
+
+def _check(args: argparse.Namespace) -> Report:
+    workers = usable_cores() if args.workers is None else args.workers
+    return check_files(args.DATA, args.device, workers=workers)
 
 
 def _selfcheck(args: argparse.Namespace) -> Report:
@@ -245,6 +251,11 @@ COMMANDS = {
         _parity,
         "compare the pixels of a folder with torchvision's, op by op",
         [*FOLDER, "--count", "--picture"],
+    ),
+    "check": Command(
+        _check,
+        "decode every picture of a folder, with all folders in it, and name the bad ones",
+        ["DATA", "--workers"],
     ),
     "selfcheck": Command(
         _selfcheck,

@@ -262,7 +262,7 @@ def test_version_names_each_gpu_and_what_decodes_there():
 def test_without_a_command_it_prints_help(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out
-    for command in ("doctor", "preview", "parity", "selfcheck"):
+    for command in ("doctor", "preview", "parity", "check", "selfcheck"):
         assert f"\n    {command}" in printed
 
 
