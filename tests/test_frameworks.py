@@ -17,7 +17,7 @@ from children import Child, ranks
 from pictures import draw
 from PIL import Image
 from small_model import get_model
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from gpuprefetch import DataPrefetcher, Resize
 
@@ -162,6 +162,17 @@ def folder(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="module")
+def lightning():
+    """Skip where it cannot be imported, which takes a second: in a process that tests fork from."""
+    child = Child("import lightning", modules=["lightning"])
+    _, err = child.communicate()
+    if child.returncode:
+        reason = err.strip().splitlines()[-1]
+        assert reason.startswith(("ImportError", "ModuleNotFoundError")), err
+        pytest.skip(reason)
+
+
 # Imported once for both, and without these two part of what is tested is not there.
 MODULES = ["torchvision", "kornia.augmentation", "datasets", "lightning", "accelerate"]
 
@@ -194,8 +205,8 @@ def found(folder, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("lightning")
 def test_lightning_with_two_processes(request):
-    pytest.importorskip("lightning", exc_type=ImportError)
     results = [result["lightning"] for result in request.getfixturevalue("found")]
     for fits in (results, [result["plain"] for result in results]):  # the module, the callback
         orders = []
@@ -290,19 +301,28 @@ def test_accelerate_saves_where_an_epoch_stands(tmp_path, seen, left):
     assert len(list(val)) == 2  # which had no epoch
 
 
-def test_lightning_recipe_without_a_length(monkeypatch):
-    pytest.importorskip("lightning", exc_type=ImportError)
-    monkeypatch.syspath_prepend(FOLDER)
+WITHOUT_A_LENGTH = """
+import warnings
+from torch.utils.data import DataLoader, IterableDataset
+from with_lightning import Prefetcher
+warnings.simplefilter("error")
 
-    class Endless(IterableDataset):
-        def __iter__(self):
-            yield from range(40)
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield from range(40)
 
-    kind = importlib.import_module("with_lightning").Prefetcher
-    first, resumed = (kind(DataLoader(Endless(), 4), device="cpu") for _ in range(2))
-    next(iter(first))
-    resumed.load_state_dict(first.state_dict())
-    assert len(list(resumed)) == 9
+first, resumed = (Prefetcher(DataLoader(Endless(), 4), device="cpu") for _ in range(2))
+next(iter(first))
+resumed.load_state_dict(first.state_dict())
+assert len(list(resumed)) == 9
+"""
+
+
+@pytest.mark.usefixtures("lightning")
+def test_lightning_recipe_without_a_length():
+    child = Child(WITHOUT_A_LENGTH, PYTHONPATH=str(FOLDER), modules=["lightning"])
+    _, err = child.communicate()
+    assert child.returncode == 0, err
 
 
 EPOCHS = """
@@ -344,8 +364,8 @@ assert seen(2, overfit_batches=2) == short
 """
 
 
+@pytest.mark.usefixtures("lightning")
 def test_lightning_numbers_the_epochs(tmp_path):
-    pytest.importorskip("lightning", exc_type=ImportError)
     options = {"PYTHONPATH": str(FOLDER), "CUDA_VISIBLE_DEVICES": "", "modules": ["lightning"]}
     child = Child(FIT + EPOCHS, str(tmp_path), **options)
     _, err = child.communicate(240)
@@ -394,8 +414,8 @@ for data, callbacks in ((data, []), (Plain(), [Accelerated()])):
 """
 
 
+@pytest.mark.usefixtures("lightning")
 def test_lightning_says_which_samples_were_predicted(folder):
-    pytest.importorskip("lightning", exc_type=ImportError)
     options = {"PYTHONPATH": str(FOLDER), "CUDA_VISIBLE_DEVICES": "", "modules": ["lightning"]}
     child = Child("import lightning as L\n" + PREDICT, str(folder), **options)
     _, err = child.communicate(240)
