@@ -50,6 +50,7 @@ def pytest_configure(config):
         os.environ["TRITON_INTERPRET"] = "1"
         with contextlib.suppress(ImportError):  # CPU builds of torch come without Triton
             interpreter.look_once_a_launch()
+            interpreter.look_for_overflow_in_debug_alone()
             interpreter.remember_types()
         forget_who_seeds()
         # Of the tests' small pictures more threads would share little and wait for each other.

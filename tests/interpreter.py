@@ -6,6 +6,9 @@ replace, hundreds of times a launch, and finds nothing.
 
 A launch makes thousands of small tensors of a dozen types. The interpreter makes a new type for
 most of them, and derives from it each time what follows from the type alone.
+
+Before each sum and product of integers it works out whether they overflow, and only with
+``debug`` looks at the answer.
 """
 
 import functools
@@ -13,6 +16,7 @@ from types import ModuleType
 
 # Triton's names. Where a release has others, tests are slower.
 LOOK = "_patch_lang"
+LOOK_FOR_OVERFLOW = "binary_op_sanitize_overflow_impl"
 NUMPY_TYPE = "_get_np_dtype"
 
 KEPT = "_kept_by_the_tests"  # on a type: what was derived from it
@@ -48,6 +52,21 @@ def look_once_a_launch():
         return Nothing()
 
     setattr(interpreter, LOOK, look_where_needed)
+
+
+def look_for_overflow_in_debug_alone():
+    """Leave out the question where nobody looks at the answer."""
+    from triton.language import semantic
+
+    kind = getattr(semantic, "TritonSemantic", None)
+    if (look := getattr(kind, LOOK_FOR_OVERFLOW, None)) is None:
+        return
+
+    def look_in_debug(self, *operands):
+        if self.builder.options.debug:
+            look(self, *operands)
+
+    setattr(kind, LOOK_FOR_OVERFLOW, look_in_debug)
 
 
 def remember_types():

@@ -1,5 +1,6 @@
 """What the tests change in Triton's interpreter gives what Triton's own functions give."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -48,3 +49,17 @@ def test_types_that_are_derived_are_tritons():
             built = kind.to_ir(builder)
             assert built == type(kind).to_ir.__wrapped__(kind, builder)
             assert kind.to_ir(builder) is built
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul"])
+def test_an_overflow_is_an_error_in_debug_alone(name):
+    kind = pytest.importorskip("triton.language.semantic").TritonSemantic
+    builder = interpreter.InterpreterBuilder()
+    semantic = kind(builder)
+    large, small = map(semantic.to_tensor, (2**31 - 1, -2))
+    calculate, other = getattr(semantic, name), large if name == "add" else small
+    calculate(large, other, True)
+    builder.options = dataclasses.replace(builder.options, debug=True)
+    calculate(small, small, True)
+    with pytest.raises(AssertionError, match="overflow"):
+        calculate(large, other, True)
