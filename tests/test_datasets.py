@@ -610,24 +610,6 @@ def test_a_sample_that_cannot_be_read_is_the_users_error(paths):
         list(accelerate(loader, **CPU))
 
 
-def test_a_file_that_cannot_be_decoded_is_told_later(paths, tmp_path):
-    class Careful(Own):
-        def __getitem__(self, index):
-            try:
-                return super().__getitem__(index)
-            except OSError:
-                return self[(index + 1) % len(self)]
-
-    broken = tmp_path / "broken.jpg"
-    broken.write_bytes(Path(paths[0]).read_bytes()[:300])
-    loader = DataLoader(Careful([*paths[:3], str(broken)], READS["Image.open"]), 4)
-    assert next(iter(loader))[1].tolist() == [0, 1, 2, 0]
-    with pytest.raises(BadImageError, match=r"broken\.jpg"):
-        list(accelerate(loader, **CPU))
-    ((images, target),) = accelerate(loader, on_error="replace", **CPU)
-    assert len(images) == 4 and set(target.tolist()) == {0, 1, 2}
-
-
 def drawn_on(picture):
     picture.paste((255, 0, 0), (0, 0, *picture.size))
     return picture

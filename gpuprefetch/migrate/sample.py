@@ -19,6 +19,7 @@ class CurrentSample(threading.local):
 
     def __init__(self) -> None:
         self.opened: list[object] = []  # what stands for files; its ``use`` says what for
+        self.hides: list[object] = []  # of these, whose errors came late
         self.results: list[Encoded] | None = None  # of the transform; None while no sample is read
         self.index = -1  # in its dataset; -1 where that is no integer
         self.raised: Exception | None = None  # of a library, for a bad file, to the dataset
@@ -47,6 +48,7 @@ class CurrentSample(threading.local):
             yield results
         finally:
             self.opened = []
+            self.hides = []
             self.results = None
             self.index = -1
             self.raised = None  # its traceback holds the dataset's variables
@@ -56,6 +58,11 @@ class CurrentSample(threading.local):
         """Note what stands for a file."""
         if self.results is not None:
             self.opened.append(stand_in)
+
+    def hide(self, stand_in: object) -> None:
+        """Note what has an error of an earlier call, which the dataset gets only now."""
+        if self.results is not None:
+            self.hides.append(stand_in)
 
     @property
     def may_catch(self) -> bool:
