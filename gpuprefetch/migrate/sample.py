@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+import time
 from collections.abc import Iterator
 from types import CodeType
 
@@ -22,6 +23,7 @@ class CurrentSample(threading.local):
         self.hides: list[object] = []  # of these, whose errors came late
         self.results: list[Encoded] | None = None  # of the transform; None while no sample is read
         self.index = -1  # in its dataset; -1 where that is no integer
+        self.since = 0.0  # when it was begun
         self.raised: Exception | None = None  # of a library, for a bad file, to the dataset
         self._caller: CodeType | None = None  # of the function that called the dataset
         self._keeps_back = False
@@ -42,6 +44,7 @@ class CurrentSample(threading.local):
         self._keeps_back = keeps_back
         self.results = results = list[Encoded]()
         self._seed = torch.initial_seed()
+        self.since = time.perf_counter()
         with contextlib.suppress(TypeError):
             self.index = operator.index(key)  # type: ignore[arg-type]
         try:

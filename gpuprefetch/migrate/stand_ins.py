@@ -94,6 +94,11 @@ IN_THREAD = (
     "calls its transform in a thread that it has started. Let that thread read the picture only, "
     "and call the transform where __getitem__ is called."
 )
+OF_THREADS = (
+    "gave what __getitem__ has made in threads that the dataset has started. Let it ask for its "
+    "samples where it is called: [self[index] for index in indices]. It only reads files here: "
+    "the prefetcher decodes them, and more workers read more of them at a time."
+)
 KEPT = (
     "gave an image that it keeps from one call to the next, or has encoded itself. Here images are "
     "not transformed yet, and its own samples would not be either. Let it keep the "
@@ -838,7 +843,7 @@ def _fault_of(sample: Sample, made: list[Encoded]) -> str:
     results = {id(result) for result in made}
     for image in images:
         if id(image) not in results:
-            return IN_THREAD if type(image) is Result else KEPT
+            return _of_another_sample(image)
     if any(type(result) is LaterView for result in made):
         if len(images) < len(made):
             return "leaves out a view that its transform has made."
@@ -849,6 +854,14 @@ def _fault_of(sample: Sample, made: list[Encoded]) -> str:
     if made:
         return "gave no image, though its transform has made one."
     return transformed_already(sample)
+
+
+def _of_another_sample(image: Encoded) -> str:
+    """Why a sample cannot hold an image that its own transform has not given."""
+    if type(image) is Result:
+        return IN_THREAD
+    is_new = isinstance(image, EncodedImage) and image._apart and image._made >= current.since
+    return OF_THREADS if is_new else KEPT
 
 
 def transformed_already(sample: Sample) -> str:
