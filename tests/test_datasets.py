@@ -1575,7 +1575,7 @@ def test_a_transform_that_is_called_in_a_thread_is_refused_and_the_advice_works(
     moved(InThreads(paths, transforms_there=False))
 
 
-class AtOnce(Own):
+class InAPool(Own):
     """Reads a batch in a thread pool."""
 
     def __getitems__(self, indices):
@@ -1583,24 +1583,19 @@ class AtOnce(Own):
             return list(pool.map(self.__getitem__, indices))
 
 
-class InTurn(AtOnce):
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
-
-
-class WithoutIt(AtOnce):
+class WithoutIt(InAPool):
     __getitems__ = None
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_that_are_read_in_threads_are_refused_and_the_advice_works(paths, workers):
-    loader = DataLoader(AtOnce(paths, READS["Image.open"]), 3, num_workers=workers)
+    loader = DataLoader(InAPool(paths, READS["Image.open"]), 3, num_workers=workers)
     text = (
-        r"AtOnce\.__getitems__\(\[0, 1, 2\]\) gave what __getitem__ has made in threads .*"
+        r"InAPool\.__getitems__\(\[0, 1, 2\]\) gave what __getitem__ has made in threads .*"
         r"\[self\[index\] for index in indices\]"
     )
     with pytest.raises(UndecodedError, match=text):
         list(accelerate(loader, **CPU))
-    for kind in (InTurn, WithoutIt):
+    for kind in (AtOnce, WithoutIt):
         prefetcher = moved(kind(paths, READS["Image.open"]), num_workers=workers)
         assert "by the dataset" not in prefetcher.describe()
