@@ -22,6 +22,7 @@ from torchvision.transforms import v2
 from gpuprefetch import BadImageError, accelerate
 from gpuprefetch.images.header import read_header
 from gpuprefetch.migrate.folders import encoded_view
+from gpuprefetch.migrate.handlers import may_be_caught
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -595,3 +596,105 @@ def test_no_library_refuses_a_damaged_jpeg_for_the_gpu(seed):
                 image.load()
             decode_image(torch.frombuffer(data, dtype=torch.uint8))
     assert whole > 50
+
+
+# --- what may be caught ---------------------------------------------------------------------------
+
+
+def ask():
+    return may_be_caught(asked.__code__)
+
+
+def asked(function, path):
+    return function(Path(path))
+
+
+def in_a_file(path):
+    with open(path) as _:  # noqa: PTH123
+        return ask()
+
+
+def in_named_arguments(path):
+    with open(file=path, mode="rb") as _:  # noqa: PTH123
+        return next(ask() for _ in "one")
+
+
+def in_a_path(path):
+    with path.open() as _:
+        return ask()
+
+
+def in_bytes_and_a_file(path):
+    with io.BytesIO(b"") as _, path.open() as _:
+        for _ in "ab":
+            found = ask()
+        return found
+
+
+def in_a_handler(path):
+    with path.open() as _:
+        try:
+            raise KeyError
+        except KeyError:
+            return ask()
+
+
+def in_a_generator(path):
+    def asks():
+        with path.open() as _:
+            yield ask()
+
+    return next(asks())
+
+
+def in_a_file_in_a_block(path):
+    try:
+        with path.open() as _, path.open() as _:
+            return ask()
+    except KeyError:
+        return None
+
+
+def in_a_handler_in_a_block(path):
+    try:
+        try:
+            raise KeyError
+        except KeyError:
+            return ask()
+    finally:
+        str(path)
+
+
+def in_a_block_in_a_file(path):
+    with path.open() as _:
+        try:
+            return ask()
+        except KeyError:
+            return None
+
+
+def in_a_file_and_a_manager(path):
+    with path.open() as _, contextlib.suppress(KeyError):
+        return ask()
+
+
+def in_another_open(path):
+    open = contextlib.suppress
+    with open(KeyError):
+        return ask()
+
+
+def in_what_nobody_knows(path):
+    with (path.parent / path.name).open() as _:
+        return ask()
+
+
+HANDS_ON = [in_a_file, in_named_arguments, in_a_path, in_bytes_and_a_file]
+HANDS_ON += [in_a_handler, in_a_generator]
+MAY_CATCH = [in_a_file_in_a_block, in_a_handler_in_a_block, in_a_block_in_a_file]
+MAY_CATCH += [in_a_file_and_a_manager, in_another_open, in_what_nobody_knows]
+
+
+@pytest.mark.parametrize("function", HANDS_ON + MAY_CATCH)
+def test_which_block_may_catch(paths, function):
+    assert asked(function, paths[0]) == (function in MAY_CATCH)

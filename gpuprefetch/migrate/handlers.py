@@ -128,7 +128,8 @@ def _manager(before: Sequence[dis.Instruction]) -> Name:
         return ()
     name: list[str] = []
     for each in reversed(before[: entered[-1] - 1]):
-        if _begin(each) != _begin(call) or each.opname in ("PRECALL", "KW_NAMES", "PUSH_NULL"):
+        is_of_call = each.opname in ("PRECALL", "KW_NAMES", "PUSH_NULL", "LOAD_CONST")
+        if is_of_call or _begin(each) != _begin(call):
             continue
         if not each.opname.startswith("LOAD_") or not isinstance(each.argval, str):
             return ()
