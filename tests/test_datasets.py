@@ -610,24 +610,6 @@ def test_a_sample_that_cannot_be_read_is_the_users_error(paths):
         list(accelerate(loader, **CPU))
 
 
-def test_a_file_that_cannot_be_decoded_is_told_later(paths, tmp_path):
-    class Careful(Own):
-        def __getitem__(self, index):
-            try:
-                return super().__getitem__(index)
-            except OSError:
-                return self[(index + 1) % len(self)]
-
-    broken = tmp_path / "broken.jpg"
-    broken.write_bytes(Path(paths[0]).read_bytes()[:300])
-    loader = DataLoader(Careful([*paths[:3], str(broken)], READS["Image.open"]), 4)
-    assert next(iter(loader))[1].tolist() == [0, 1, 2, 0]
-    with pytest.raises(BadImageError, match=r"broken\.jpg"):
-        list(accelerate(loader, **CPU))
-    ((images, target),) = accelerate(loader, on_error="replace", **CPU)
-    assert len(images) == 4 and set(target.tolist()) == {0, 1, 2}
-
-
 def drawn_on(picture):
     picture.paste((255, 0, 0), (0, 0, *picture.size))
     return picture
@@ -1591,3 +1573,29 @@ def test_a_transform_that_is_called_in_a_thread_is_refused_and_the_advice_works(
     ):
         accelerate(loader, **CPU)
     moved(InThreads(paths, transforms_there=False))
+
+
+class InAPool(Own):
+    """Reads a batch in a thread pool."""
+
+    def __getitems__(self, indices):
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(self.__getitem__, indices))
+
+
+class WithoutIt(InAPool):
+    __getitems__ = None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_are_read_in_threads_are_refused_and_the_advice_works(paths, workers):
+    loader = DataLoader(InAPool(paths, READS["Image.open"]), 3, num_workers=workers)
+    text = (
+        r"InAPool\.__getitems__\(\[0, 1, 2\]\) gave what __getitem__ has made in threads .*"
+        r"\[self\[index\] for index in indices\]"
+    )
+    with pytest.raises(UndecodedError, match=text):
+        list(accelerate(loader, **CPU))
+    for kind in (AtOnce, WithoutIt):
+        prefetcher = moved(kind(paths, READS["Image.open"]), num_workers=workers)
+        assert "by the dataset" not in prefetcher.describe()

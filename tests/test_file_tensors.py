@@ -1363,6 +1363,51 @@ def test_the_advice_for_pure_tensors_works(paths):
         assert torch.equal(old_mask, new_mask)
 
 
+class OfDetection(Jointly):
+    """As in torchvision's tutorial for detection."""
+
+    def __getitem__(self, index):
+        image = self.image(self.paths[index])
+        size = tuple(image.shape[-2:])
+        target = {
+            "boxes": tv_tensors.BoundingBoxes([[1, 2, 20, 30]], format="XYXY", canvas_size=size),
+            "masks": tv_tensors.Mask(torch.full((1, *size), index, dtype=torch.uint8)),
+            "labels": torch.tensor([index]),
+        }
+        return self.transforms(image, target)
+
+
+def image_of(path, wrap=tv_tensors.Image):
+    return wrap(read_image(path, mode="RGB"))
+
+
+WRAPS = {
+    "Image": image_of,
+    "wrap": partial(image_of, wrap=partial(tv_tensors.wrap, like=tv_tensors.Image([[[0]]]))),
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_images_of_torchvisions_kind_are_decoded_in_workers_and_the_advice_is_not(paths, name):
+    typed = {tv_tensors.Image: torch.float32, "others": None}
+    after = [v2.ToDtype(typed, scale=True), v2.ToPureTensor()]
+    flipped = v2.Compose([v2.RandomHorizontalFlip(1.0), v2.Resize((40, 40)), *after])
+    cropped = v2.Compose([*CROPPED, *after])
+    for kind, pipeline, options in (
+        (OfDetection, flipped, {"image": WRAPS[name]}),
+        (Own, cropped, {"read": WRAPS[name]}),
+    ):
+        wrapped = DataLoader(kind(paths, pipeline, **options), 3, num_workers=1)
+        written = v2.Compose([v2.ToImage(), pipeline])
+        options = dict.fromkeys(options, partial(read_image, mode="RGB"))
+        plain = DataLoader(kind(paths, written, **options), 3, num_workers=1)
+        for loader in (wrapped, plain):
+            moved = accelerate(loader, **CPU)
+            assert ("decode by the dataset" in moved.describe()) == (loader is wrapped)
+            for old, new in zip(wrapped, moved, strict=True):
+                torch.testing.assert_close([*new], [*old], atol=LEVEL, rtol=0)
+
+
 # --- what else tensors bring ----------------------------------------------------------------------
 
 

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from gpuprefetch.images.guard import Encoded, begin_reading
+from gpuprefetch.images.header import ImageHeader, read_if_jpeg
 from gpuprefetch.images.recorded import Call, Joint
 from gpuprefetch.images.slab import Buffer
 from gpuprefetch.transforms.sampling import OneSampling
@@ -53,6 +54,10 @@ class EncodedImage(Encoded):
     _joint: Joint | None = field(default=None, init=False, repr=False, compare=False)
     _calls: tuple[Call, ...] = field(default=(), init=False, repr=False, compare=False)
     _fault: str = field(default="", init=False, repr=False, compare=False)  # why it is no image
+    # What read_if_jpeg() says of it; False before that was asked.
+    _header: ImageHeader | Literal[False] | None = field(
+        default=False, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         begin_reading()
@@ -85,6 +90,18 @@ class EncodedImage(Encoded):
     def _hold(self, data: bytes) -> None:
         """Have other bytes, as on the way to another process."""
         self.data = data
+        self._header = False
+
+    def _read_if_jpeg(self) -> ImageHeader | None:
+        """Its header if it is a JPEG, which is read once for all who ask; None of any other."""
+        if self._header is False:
+            self._header = read_if_jpeg(self.data)
+        return self._header
+
+    def _know(self, other: EncodedImage) -> None:
+        """Know what is known of another image of the same bytes."""
+        self._fault = other._fault
+        self._header = other._header
 
     def _settle(self, sampling: OneSampling, calls: tuple[Call, ...] = ()) -> None:
         """Fix its sampling: targets beside it have followed it."""

@@ -56,6 +56,7 @@ class ImageHeader:
         clipped: PIL's mode of a picture whose values ``convert("RGB")`` clips to 0 to 255, or "".
         damaged: whether it is a damaged JPEG that only Pillow reads, with LOAD_TRUNCATED_IMAGES.
         components: of a pixel of a JPEG; 0 where they are not known.
+        plain: whether it is a JPEG for the GPU without metadata that may keep PIL from opening it.
 
     Example:
         A photo of 500 x 375 pixels has ``ImageHeader("jpeg", 375, 500, gpu=True)``. A camera that
@@ -71,6 +72,16 @@ class ImageHeader:
     clipped: str = ""
     damaged: bool = False
     components: int = field(default=0, compare=False)
+    plain: bool = field(default=False, compare=False)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether Pillow, torchvision and TorchCodec decode the file without an error.
+
+        They do so of each file for the GPU, whatever is in its compressed data. Of any other file
+        only a decode can tell.
+        """
+        return self.gpu
 
 
 def read_header(data: bytes | memoryview, *, oriented: bool = True) -> ImageHeader:
@@ -139,6 +150,21 @@ def loads_truncated() -> bool:
     from PIL import ImageFile
 
     return bool(ImageFile.LOAD_TRUNCATED_IMAGES)
+
+
+def read_if_jpeg(data: bytes) -> ImageHeader | None:
+    """What :func:`read_header` says of a JPEG; None where it would warn or fail, and of others."""
+    if not data.startswith(JPEG):
+        return None
+    from PIL import Image
+
+    try:
+        header = _read_jpeg(data, oriented=False)
+    except (ValueError, IndexError, struct.error):
+        return None
+    limit = Image.MAX_IMAGE_PIXELS  # PIL warns of a larger picture
+    pixels = header.height * header.width
+    return header if pixels and (limit is None or pixels <= limit) else None
 
 
 # How many bytes of a large file are read, if it is no image.
@@ -422,6 +448,7 @@ def _read_jpeg(data: bytes, oriented: bool) -> ImageHeader:
         jpeg.gpu,
         spans,
         components=jpeg.components,
+        plain=jpeg.plain,
     )
 
 

@@ -39,7 +39,8 @@ class Headers:
                 self.errors[i] = image._fault
                 continue
             try:
-                self.each[i] = read_header(image.data, oriented=apply_exif)
+                known = None if apply_exif else image._header
+                self.each[i] = known or read_header(image.data, oriented=apply_exif)
             except ValueError as error:
                 self.errors[i] = str(error)
             except MemoryError as error:

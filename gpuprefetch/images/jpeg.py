@@ -28,9 +28,11 @@ _DRI = 0xDD  # restart interval
 _APP0 = 0xE0  # JFIF
 _APP1 = 0xE1  # EXIF, XMP
 _APP2 = 0xE2  # an index of several pictures, color profiles
+_APP13 = 0xED  # Photoshop
 _APP14 = 0xEE  # Adobe
 _COM = 0xFE  # comment
 _FRAME_HEADERS = {*range(0xC0, 0xD0)} - {_DHT, 0xC8, 0xCC}
+_PIL_READS = {_APP1, _APP2, _APP13, _APP14}
 _NO_SEGMENT = {0x00, 0x01, *range(0xD0, 0xD9), 0xFF}  # no length follows these
 _IRREGULAR = 0  # stands for a marker: something between the segments
 _FORTY_TWO = (b"*\0", b"\0*")  # of a TIFF header, which EXIF data begin with
@@ -74,6 +76,7 @@ class JpegHeader:
         app1: the payloads of the APP1 segments before the first scan.
         later_app1: the payloads of those after it.
         components: how many a pixel has: 1 if it is gray, 3 if it has colors, 4 in CMYK.
+        plain: whether it has none of the metadata that PIL reads as it opens a file, but for JFIF.
     """
 
     height: int
@@ -83,6 +86,7 @@ class JpegHeader:
     app1: _Spans
     later_app1: _Spans
     components: int
+    plain: bool = False
 
 
 def read_jpeg(data: bytes) -> JpegHeader:
@@ -101,7 +105,8 @@ def read_jpeg(data: bytes) -> JpegHeader:
     app1 = found.get(_APP1, [])
     if height in _GPU_SIDES and width in _GPU_SIDES and _decodes_on_gpu(data, found):
         # Such a file has one scan, and nothing after it.
-        return JpegHeader(height, width, True, 1, app1, [], components)
+        plain = _PIL_READS.isdisjoint(found) and all(b - a >= 14 for a, b in found.get(_APP0, ()))
+        return JpegHeader(height, width, True, 1, app1, [], components, plain)
     scans, later_app1 = _after_first_scan(data, found[_SOS][0][1])
     return JpegHeader(height, width, False, scans, app1, later_app1, components)
 

@@ -38,6 +38,8 @@ from gpuprefetch.migrate.stand_ins import (
     TWO_WAYS,
     LeftEncoded,
     Picture,
+    opened,
+    opened_as_rgb,
     read_file,
     read_path,
     read_sample,
@@ -317,12 +319,12 @@ def _forwarded(slot: MemberDescriptorType, dataset: Dataset) -> property:
 # --- What the view has instead: readers that leave files encoded ---
 
 
-def read_encoded(path: str | os.PathLike[str]) -> Picture:
-    return Picture(read_path(path), is_rgb=True)
+def read_encoded(path: str | os.PathLike[str]) -> Any:
+    return opened_as_rgb(read_path(path), path)
 
 
 def open_encoded(path: str | os.PathLike[str]) -> Picture:
-    return Picture(read_path(path), is_rgb=False)
+    return opened(read_path(path), path)
 
 
 def refuse_odd_file(path: str | os.PathLike[str]) -> None:
@@ -343,7 +345,7 @@ class EncodedReader:
         refuse_odd_file(path)
         file, *rest = self._reader[index]
         with file:
-            image = Picture(read_file(file, path, index), is_rgb=True)
+            image = opened_as_rgb(read_file(file, path, index), file)
         return SimpleNamespace(read=lambda: image), *rest
 
     def __len__(self) -> int:

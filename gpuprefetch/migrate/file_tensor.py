@@ -102,7 +102,6 @@ class ReadFile:
         self._pixels = pixels
         self._decoded_at_once = pixels is not None
         self.is_taken = False  # by a transform
-        self.may_catch = current.may_catch  # whether its dataset might catch an error for it
         self.error = error
         self.touched = ""  # by which function first
         current.open(self)
@@ -386,7 +385,9 @@ class _Operator:
             return self._own.original(data, mode, *more, **named)
 
         header = _header_of(file) if self._takes_jpegs else None
-        if header is not None and _is_decoded_alike(file, header, mode, turns=turns):
+        alike = header is not None and _is_decoded_alike(file, header, mode, turns=turns)
+        # What may be damaged is decoded here if the dataset may catch the error.
+        if header is not None and alike and (header.is_sound or not current.may_catch):
             read = ReadFile(file, self._library.name, decode)
             return FileTensor(read, (3, header.height, header.width))
         try:
@@ -405,8 +406,8 @@ class _Operator:
 
 def _header_of(file: EncodedImage) -> ImageHeader | None:
     """The header of a JPEG; None for any other file."""
-    if not file.data.startswith(JPEG):
-        return None
+    if (header := file._read_if_jpeg()) is not None or not file.data.startswith(JPEG):
+        return header
     try:
         with reading.set_aside():
             return read_header(file.data, oriented=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+import time
 from collections.abc import Iterator
 from types import CodeType
 
@@ -19,8 +20,10 @@ class CurrentSample(threading.local):
 
     def __init__(self) -> None:
         self.opened: list[object] = []  # what stands for files; its ``use`` says what for
+        self.hides: list[object] = []  # of these, whose errors came late
         self.results: list[Encoded] | None = None  # of the transform; None while no sample is read
         self.index = -1  # in its dataset; -1 where that is no integer
+        self.since = 0.0  # when it was begun
         self.raised: Exception | None = None  # of a library, for a bad file, to the dataset
         self._caller: CodeType | None = None  # of the function that called the dataset
         self._keeps_back = False
@@ -41,12 +44,14 @@ class CurrentSample(threading.local):
         self._keeps_back = keeps_back
         self.results = results = list[Encoded]()
         self._seed = torch.initial_seed()
+        self.since = time.perf_counter()
         with contextlib.suppress(TypeError):
             self.index = operator.index(key)  # type: ignore[arg-type]
         try:
             yield results
         finally:
             self.opened = []
+            self.hides = []
             self.results = None
             self.index = -1
             self.raised = None  # its traceback holds the dataset's variables
@@ -56,6 +61,11 @@ class CurrentSample(threading.local):
         """Note what stands for a file."""
         if self.results is not None:
             self.opened.append(stand_in)
+
+    def hide(self, stand_in: object) -> None:
+        """Note what has an error of an earlier call, which the dataset gets only now."""
+        if self.results is not None:
+            self.hides.append(stand_in)
 
     @property
     def may_catch(self) -> bool:

@@ -13,6 +13,9 @@ A Picture that is used in another way stands for the real one, whose pixels the 
 they are at that moment, as it does of any real picture or tensor. A Result cannot be used at all.
 An error that the dataset catches refuses the sample as well.
 
+Where the dataset may catch PIL's error for a bad file, PIL opens and decodes it as it would without
+stand-ins, unless the header shows that there is no error.
+
 A Picture that the dataset keeps becomes the real one when the sample has left. Other code may get
 it then, and torchvision's v2 would return a stand-in as it is.
 """
@@ -45,6 +48,7 @@ from gpuprefetch.images.guard import (
     is_marked,
 )
 from gpuprefetch.images.header import read_header
+from gpuprefetch.images.host_memory import lacks_memory
 from gpuprefetch.images.joint import Promised, state_of
 from gpuprefetch.images.places import ViewPlace
 from gpuprefetch.images.ppm import to_ppm
@@ -53,6 +57,7 @@ from gpuprefetch.lists.forms import PICTURES
 from gpuprefetch.lists.rgb import Modes
 from gpuprefetch.lists.views import ENCODED
 from gpuprefetch.migrate.file_tensor import FileTensor, ReadFile
+from gpuprefetch.migrate.handlers import hands_on
 from gpuprefetch.migrate.replaced import reading
 from gpuprefetch.migrate.sample import current
 from gpuprefetch.migrate.taken import BY_HAND, Takes, form_of
@@ -89,6 +94,11 @@ IN_THREAD = (
     "calls its transform in a thread that it has started. Let that thread read the picture only, "
     "and call the transform where __getitem__ is called."
 )
+OF_THREADS = (
+    "gave what __getitem__ has made in threads that the dataset has started. Let it ask for its "
+    "samples where it is called: [self[index] for index in indices]. It only reads files here: "
+    "the prefetcher decodes them, and more workers read more of them at a time."
+)
 KEPT = (
     "gave an image that it keeps from one call to the next, or has encoded itself. Here images are "
     "not transformed yet, and its own samples would not be either. Let it keep the "
@@ -116,7 +126,8 @@ class Picture(_Attributes, Encoded):
         self._file = file
         self._is_rgb = is_rgb
         self._real: Image.Image | None = None
-        self._loads = False  # whether the dataset has had PIL decode the picture, by its own view
+        self._loads = is_rgb  # whether the dataset has had PIL decode the picture, by its own view
+        self._is_decoded = False  # by PIL, for an error that the dataset might have caught
         self.touched = ""  # by which attribute first
         current.open(self)
 
@@ -125,7 +136,7 @@ class Picture(_Attributes, Encoded):
         from PIL import Image
 
         if not self._is_rgb:
-            with contextlib.suppress(*_BROKEN):
+            with contextlib.suppress(*_broken()):
                 return type(self._opened())
         return Image.Image
 
@@ -138,7 +149,7 @@ class Picture(_Attributes, Encoded):
         """Width and height; made up for a bad file, whose sample fails in decode."""
         try:
             return self._opened().size
-        except _BROKEN:
+        except _broken():
             height, width = self.height_and_width()
             return width, height
 
@@ -151,19 +162,20 @@ class Picture(_Attributes, Encoded):
         return self.size[1]
 
     def convert(self, mode: str | None = None, *options: object, **named: object) -> Any:
-        if mode == "RGB" and not (self.touched or options or named):
+        if mode == "RGB" and not (options or named) and self._waits("convert"):
             self._loads = True
             return Picture(self._file, is_rgb=True)
         return self._changed("convert")(mode, *options, **named)
 
     def copy(self) -> Any:
         """Another picture: what is done to one of them is not done to the other."""
-        if self.touched:
+        if not self._waits("copy"):
             return self._changed("copy")()
         self._loads = True
         return Picture(self._file, is_rgb=self.mode == "RGB")
 
     def load(self) -> PixelAccess:
+        self._waits("load")
         self._loads = True
         return PixelAccess(self)
 
@@ -174,7 +186,7 @@ class Picture(_Attributes, Encoded):
         """
         try:
             opened = self._opened()
-        except _BROKEN:
+        except _broken():
             from PIL import Image
 
             return Image.Exif()
@@ -222,10 +234,57 @@ class Picture(_Attributes, Encoded):
     def _opened(self) -> Image.Image:
         """The real picture, which PIL decodes when its pixels are asked for."""
         if self._real is None:
-            real = _pil_open.original(io.BytesIO(self._file.data))
-            real.filename = self._file.path
-            self._real = real
+            try:
+                self._real = self._open()
+            except Exception:
+                current.hide(self)
+                raise
         return self._real
+
+    def _open(self) -> Image.Image:
+        real = _pil_open.original(io.BytesIO(self._file.data))
+        real.filename = self._file.path
+        return cast("Image.Image", real)
+
+    def judge(self, source: Any) -> None:
+        """Have PIL open the file: the dataset may catch its error.
+
+        Args:
+            source: what the dataset opens. It is asked for the error, which names it.
+        """
+        if self._file._fault and not os.path.isdir(source):  # noqa: PTH112
+            return  # PIL would wait for a FIFO for ever
+        with contextlib.suppress(Exception):
+            self._real = self._open()
+            return
+        try:
+            _pil_open.original(source)
+        except Exception as error:
+            _note(error)
+            raise
+
+    def _waits(self, function: str) -> bool:
+        """Whether the picture is still to be decoded, where a function would have PIL decode it.
+
+        PIL does so if the file may be damaged, and the dataset may catch the error.
+        """
+        if self._loads or self.touched:
+            return not self.touched
+        header = self._file._read_if_jpeg()
+        if (header is not None and header.is_sound) or not current.may_catch:
+            return True
+        try:
+            real = self._opened()
+        except _broken():  # which the dataset would have got before
+            return True
+        try:
+            real.load()
+        except Exception as error:
+            _note(error)
+            raise
+        self._is_decoded = True
+        self.touched = function
+        return False
 
     def __setattr__(self, name: str, value: object) -> None:
         # PIL's functions that change a picture in place set its attributes.
@@ -238,10 +297,14 @@ class Picture(_Attributes, Encoded):
     def as_read(self) -> Image.Image:
         """The real picture, as the dataset has it."""
         real = self._opened()
-        if self._is_rgb and not self.touched:
-            real = self._real = real.convert("RGB")
-        elif self._loads:
-            real.load()  # PIL has attributes that are of a loaded picture alone, such as im
+        try:
+            if self._is_rgb and not self.touched:
+                real = self._real = real.convert("RGB")
+            elif self._loads:
+                real.load()  # PIL has attributes that are of a loaded picture alone, such as im
+        except Exception:
+            current.hide(self)
+            raise
         return real
 
     def _changed(self, name: str) -> Any:
@@ -256,13 +319,13 @@ class Picture(_Attributes, Encoded):
 
     def become_real(self) -> None:
         """Turn into the picture that this one stands for, wherever the dataset has put it."""
-        with contextlib.suppress(*_BROKEN):
+        with contextlib.suppress(*_broken()):
             real = self._opened()
             if self._is_rgb and not self.touched:
-                with contextlib.suppress(*_BROKEN):  # it is told when the picture is used
+                with contextlib.suppress(*_broken()):  # it is told when the picture is used
                     real = real.convert("RGB")
             elif self._loads:
-                with contextlib.suppress(*_BROKEN):
+                with contextlib.suppress(*_broken()):
                     real.load()
             vars(self).clear()
             vars(self).update(vars(real))
@@ -287,7 +350,14 @@ class Picture(_Attributes, Encoded):
     @property
     def use(self) -> str:
         """What was done with the pixels, in words; empty if nothing was."""
+        if self._is_decoded:
+            return f"reads {self.name}, which may be damaged, where it may catch the error"
         return f"uses .{self.touched} of {self.name}" if self.touched else ""
+
+    def reaches(self, function: str) -> Picture:
+        """This picture, where a function would have PIL decode it."""
+        self._waits(function)
+        return self
 
     def left_encoded(self, takes: Takes) -> EncodedImage:
         """The file, of a picture that nothing has touched."""
@@ -295,6 +365,18 @@ class Picture(_Attributes, Encoded):
         if takes.modes is not Modes.ANY:
             takes.refuse_mode(self._mode_of_pixels(), self.name)
         return self._file
+
+    def error_left(self, files: set[int]) -> Exception | None:
+        """PIL's error of an earlier call than the one that raised it; None if a transform has it.
+
+        The dataset goes on, though PIL would have raised the error where nothing catches it.
+        """
+        if id(self._file.data) not in files:
+            try:
+                self.as_read()
+            except Exception as error:
+                return error
+        return None
 
     @property
     def path(self) -> str:
@@ -308,7 +390,7 @@ class Picture(_Attributes, Encoded):
         """The mode; that of a file that PIL cannot open counts as RGB, as it fails in decode."""
         try:
             return "RGB" if self._is_rgb else self._opened().mode
-        except _BROKEN:
+        except _broken():
             return "RGB"
 
 
@@ -353,9 +435,22 @@ class PixelAccess:
 
 
 _TELL_FIRST = ("JPEG", "MPO")  # their metadata, before their pixels
-_BROKEN = (OSError, ValueError, SyntaxError)  # as PIL has for a file that it cannot open
 # What a stand-in has besides the attributes of its picture.
-_OWN = frozenset({"_file", "_is_rgb", "_loads", "_real", "touched"})
+_OWN = frozenset({"_file", "_is_decoded", "_is_rgb", "_loads", "_real", "touched"})
+
+
+@functools.cache
+def _broken() -> tuple[type[Exception], ...]:
+    """What PIL raises for a file that it cannot open; a warning may be an error."""
+    from PIL import Image
+
+    return OSError, ValueError, SyntaxError, Warning, Image.DecompressionBombError
+
+
+def _note(error: Exception) -> None:
+    """Note PIL's error for a bad file, which the dataset gets."""
+    if not lacks_memory(error):
+        current.gets(error)
 
 
 # --- What its transform gave ---
@@ -420,8 +515,7 @@ class Result(Unusable, EncodedImage):
     @staticmethod
     def of(file: EncodedImage) -> Result:
         result = Result(file.data, file.index, file.path)
-        if file._fault:
-            result._condemn(file._fault)
+        result._know(file)
         # Each call of a transform samples anew, so the images of a sample are sampled one by one.
         result._set_apart()
         return result
@@ -478,7 +572,7 @@ class LeftEncoded:
         if type(given) is not Picture:
             name = "an image" if isinstance(given, torch.Tensor) else "a picture"
             return self._decoded(given, name, current.latest_use())
-        if given.touched or self.takes.opener is not None:
+        if given.reaches("transform").touched or self.takes.opener is not None:
             return self._decoded(given.as_read(), given.name, given.use, given.path)
         return given.left_encoded(self.takes)
 
@@ -491,7 +585,7 @@ class LeftEncoded:
 
     def stand_in_for(self, given: object) -> Picture | FileTensor:
         """What stands for a file that nothing has touched: of the pixels of what is given."""
-        if type(given) is Picture and not given.touched:
+        if type(given) is Picture and not given.reaches("transform").touched:
             return given
         if type(given) is FileTensor and given.read.left_encoded(self.takes) is not None:
             return given
@@ -604,8 +698,6 @@ def read_sample(get: Callable[[], Sample], who: str, key: object, ways: str = TW
             # The dataset does not go on, and the prefetcher decides on the bad file.
             again = read(keeps_back=True)
             tried = again if again.error is None else tried
-    if tried.error is None and tried.hid_an_error:
-        tried = read(keeps_back=False)  # without stand-ins
     if tried.error is not None:
         raise tried.error
     return tried.sample
@@ -618,14 +710,11 @@ class _Tried(NamedTuple):
         sample: None if there is an error.
         error: of the dataset.
         raised: the last error of a library for a bad file that the dataset got.
-        hid_an_error: whether the dataset might have caught an error that it did not get, and that
-            nothing else tells of: of a truncated JPEG, which is only decoded afterwards.
     """
 
     sample: Sample
     error: Exception | None
     raised: Exception | None
-    hid_an_error: bool
 
 
 def _attempt(
@@ -633,16 +722,12 @@ def _attempt(
 ) -> _Tried:
     sample = None
     failed: Exception | None = None
-    hid_an_error = False
-    begun = current.begun(key, _attempt.__code__, keeps_back=keeps_back)
+    begun = current.begun(key, _called.__code__, keeps_back=keeps_back)
     with faults as messages, begun as results:
         try:
             sample = _shown(get, who, ways, messages, results)
-            read = [each for each in current.opened if type(each) is ReadFile]
-            left = [(each, error) for each in read if (error := each.error_left())]
-            hid_an_error = any(each.may_catch for each, _ in left)
-            if left and not hid_an_error:
-                raise left[0][1]
+            if (left := _error_left(results)) is not None:
+                raise left
         except Exception as error:
             failed = error
         finally:
@@ -655,7 +740,27 @@ def _attempt(
             # The sample has it wherever the dataset has put it, so it stays the same object.
             kind = ViewPlace if type(result) is LaterView else EncodedImage
             vars(object)["__class__"].__set__(result, kind)
-    return _Tried(sample, failed, raised, hid_an_error)
+    return _Tried(sample, failed, raised)
+
+
+def _error_left(results: list[Encoded]) -> Exception | None:
+    """A library's error for a bad file of a sample, if nothing else would tell of it."""
+    read = [each for each in current.opened if type(each) is ReadFile]
+    left = [each.error_left() for each in read]
+    if current.hides:
+        files = _data_of(results)
+        left += [each.error_left(files) for each in [*current.hides] if type(each) is Picture]
+    return next(filter(None, left), None)
+
+
+def _data_of(made: list[Encoded]) -> set[int]:
+    """The identities of the bytes that results stand for."""
+    return {id(result.data) for result in made if isinstance(result, EncodedImage)}
+
+
+def _called(get: Callable[[], Sample]) -> Sample:
+    """Call a dataset: what is called from here on is its code."""
+    return get()
 
 
 def _shown(
@@ -667,7 +772,7 @@ def _shown(
 ) -> Sample:
     """A sample that shows what became of its pictures."""
     try:
-        sample = get()
+        sample = _called(get)
     except (Exception, EndlessFaultsError) as error:
         if messages:
             raise _refusal(who, messages, ways) from error
@@ -731,14 +836,14 @@ def _fault_of(sample: Sample, made: list[Encoded]) -> str:
     """Why a sample does not show what becomes of its pictures; empty if it does."""
     marked = select(sample, is_marked)
     images = [image for image in marked if type(image) is not Picture]
-    files = {id(result.data) for result in made if isinstance(result, EncodedImage)}
+    files = _data_of(made)
     for picture in marked:
         if type(picture) is Picture and not (made and picture.is_among(files)):
             return "gave a picture that its transform did not get."
     results = {id(result) for result in made}
     for image in images:
         if id(image) not in results:
-            return IN_THREAD if type(image) is Result else KEPT
+            return _of_another_sample(image)
     if any(type(result) is LaterView for result in made):
         if len(images) < len(made):
             return "leaves out a view that its transform has made."
@@ -749,6 +854,14 @@ def _fault_of(sample: Sample, made: list[Encoded]) -> str:
     if made:
         return "gave no image, though its transform has made one."
     return transformed_already(sample)
+
+
+def _of_another_sample(image: Encoded) -> str:
+    """Why a sample cannot hold an image that its own transform has not given."""
+    if type(image) is Result:
+        return IN_THREAD
+    is_new = isinstance(image, EncodedImage) and image._apart and image._made >= current.since
+    return OF_THREADS if is_new else KEPT
 
 
 def transformed_already(sample: Sample) -> str:
@@ -775,11 +888,29 @@ def _open(fp: Any, mode: str = "r", formats: Any = None) -> Any:
     if mode != "r" or formats is not None:
         return _pil_open.original(fp, mode, formats)
     if isinstance(fp, (str, bytes, os.PathLike)):
-        return Picture(read_path(os.fsdecode(fp)), is_rgb=False)
-    return Picture(read_file(fp, getattr(fp, "name", "")), is_rgb=False)
+        return opened(read_path(os.fsdecode(fp)), fp)
+    return opened(read_file(fp, getattr(fp, "name", "")), fp)
+
+
+def opened(file: EncodedImage, source: Any) -> Picture:
+    """The picture of a file that a dataset opens: PIL's error, where that may be caught."""
+    picture = Picture(file, is_rgb=False)
+    header = file._read_if_jpeg()
+    if not (header is not None and header.plain) and current.may_catch:
+        picture.judge(source)
+    return picture
+
+
+def opened_as_rgb(file: EncodedImage, source: Any) -> Any:
+    """The same of a file that is converted to RGB at once."""
+    header = file._read_if_jpeg()
+    if not (header is not None and header.plain) and current.may_catch:
+        return opened(file, source).convert("RGB")
+    return Picture(file, is_rgb=True)
 
 
 _pil_open = reading.replaces(_pil, "open", _open)
+hands_on(_pil_open)
 
 
 def read_path(path: str | os.PathLike[str]) -> EncodedImage:
