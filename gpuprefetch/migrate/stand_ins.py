@@ -57,7 +57,6 @@ from gpuprefetch.lists.forms import PICTURES
 from gpuprefetch.lists.rgb import Modes
 from gpuprefetch.lists.views import ENCODED
 from gpuprefetch.migrate.file_tensor import FileTensor, ReadFile
-from gpuprefetch.migrate.handlers import hands_on
 from gpuprefetch.migrate.replaced import reading
 from gpuprefetch.migrate.sample import current
 from gpuprefetch.migrate.taken import BY_HAND, Takes, form_of
@@ -910,7 +909,6 @@ def opened_as_rgb(file: EncodedImage, source: Any) -> Any:
 
 
 _pil_open = reading.replaces(_pil, "open", _open)
-hands_on(_pil_open)
 
 
 def read_path(path: str | os.PathLike[str]) -> EncodedImage:
