@@ -632,7 +632,7 @@ def in_a_generator(path):
 
 
 def in_a_comprehension(path):
-    return [ask() for _ in "one"][0]
+    return [ask() for _ in "ab"] == [True, True]
 
 
 def in_a_file(path):
@@ -650,7 +650,7 @@ def in_a_generator_in_a_file(path):
 
 def in_a_comprehension_in_a_block(path):
     try:
-        return [ask() for _ in "one"][0]
+        return [ask() for _ in "ab"] == [True, True]
     except KeyError:
         return None
 
