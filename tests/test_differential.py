@@ -83,6 +83,14 @@ def test_a_slice(differential, chosen, group):
             pytest.fail("\n".join(map(str, [config, *findings, script])))
 
 
+@pytest.mark.forks("a configuration says how its workers start")
+def test_a_batch_that_the_dataset_has_no_longer_is_not_replayed(differential):
+    """Of six samples one goes: the second epoch has no batch, and the first cannot come again."""
+    config = differential.configurations.draw(28232546, "cpu")
+    assert (config.between, config.story) == ("a sample less", "epochs")
+    assert differential.judging.check(config) == []
+
+
 def test_the_slice_has_all_kinds(differential, chosen):
     known = differential.configurations
     assert {config.transforms for config in chosen} == set(known.LISTS)

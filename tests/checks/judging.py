@@ -672,12 +672,17 @@ class Judge:
             if sorted(bad.index for bad in loader.bad_images) != sorted(known):
                 self.add("bad", f"{loader.bad_images} for the samples {known}", rank=rank)
 
-    def replays(self, rows: list[Row], loaders: list[Any]) -> None:
-        """What ``replay`` gives of the last epoch is what the loop saw."""
+    def replays(self, rows: list[Row], loaders: list[Any], epochs: int) -> None:
+        """What ``replay`` gives of the last epoch with a batch is what the loop saw.
+
+        Unless the dataset has lost a sample since: it cannot give that batch again.
+        """
         config = self.config
         known = config.in_order and config.data != "stream" and config.batch is not None
         told = config.story in ("epochs", "numbered") and config.encoded and known
         if not told or not rows or not loaders:
+            return
+        if config.between == "a sample less" and rows[-1].epoch < epochs - 1:
             return
         last = [row for row in rows if row.rank == 0 and row.epoch == rows[-1].epoch]
         times = Counter(row.number for row in last)
@@ -770,7 +775,7 @@ def check(
                 judge.draws_agree(rows)
                 judge.repeats_itself(rows)
                 judge.lists_bad_files(plain, loaders)
-                judge.replays(rows, loaders)
+                judge.replays(rows, loaders, len(plain[0]))
         except Wrong as wrong:
             judge.findings.append(wrong.finding)
         except Exception as error:
