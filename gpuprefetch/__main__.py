@@ -99,7 +99,7 @@ def _parity(args: argparse.Namespace) -> Report:
 
 def _check(args: argparse.Namespace) -> Report:
     workers = usable_cores() if args.workers is None else args.workers
-    return check_files(args.DATA, args.device, workers=workers)
+    return check_files(args.FOLDER, args.device, workers=workers)
 
 
 def _selfcheck(args: argparse.Namespace) -> Report:
@@ -207,6 +207,7 @@ class Command:
 
 OPTIONS = {
     "DATA": Option("folder of class folders, or of train/ with class folders", Path),
+    "FOLDER": Option("any folder with pictures in it, or in the folders below it", Path),
     "--model": Option("torchvision model (default: resnet50; without a GPU resnet18)"),
     "--loader": Option(
         "loader to examine", default="torchvision", choices=["torchvision", "gpuprefetch"]
@@ -255,7 +256,7 @@ COMMANDS = {
     "check": Command(
         _check,
         "decode every picture of a folder, with all folders in it, and name the bad ones",
-        ["DATA", "--workers"],
+        ["FOLDER", "--workers"],
     ),
     "selfcheck": Command(
         _selfcheck,

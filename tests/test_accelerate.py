@@ -1273,8 +1273,10 @@ def test_explain_says_what_is_fused_and_why_the_rest_is_not():
     )
     assert "float16 (N, 3, 9, 8)" in explain(prefetcher)
     assert "sizes as they came" in explain([K.RandomErasing()])  # photos, or a batch of tensors
-    with pytest.raises(TypeError, match="takes a list of modules and callables, got int"):
-        explain(1)
+    for other in (1, "train"):
+        kind = type(other).__name__
+        with pytest.raises(TypeError, match=f"takes a list of modules and callables, got {kind}"):
+            explain(other)
     with pytest.raises(TypeError, match=r"got the dataset Subset. Write explain\(DataLoader"):
         explain(Subset([], []))
     assert "uint8 (N, 3, 9, 9)" in explain(

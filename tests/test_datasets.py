@@ -1541,6 +1541,7 @@ def test_splits_are_no_classes(tiles, tmp_path):
         EncodedImageFolder(tmp_path)
     (line,) = re.findall(r"EncodedImageFolder\(.*?\)", str(error.value))
     assert eval(line).classes == ["a", "b"]
+    assert line.endswith("train')")
     shutil.copytree(tiles, tmp_path / "car")  # a class beside them: they may be some, too
     assert EncodedImageFolder(tmp_path).classes == ["Val", "car", "train"]
     (tmp_path / "flat").mkdir()

@@ -406,6 +406,8 @@ def test_a_run_of_policies_and_normalize_in_a_list_is_one_program(dtype):
     assert all(torch.equal(images, other) and other.dtype == images.dtype for other in others)
     text = gpuprefetch.explain(loader)
     assert "RandAugment, Normalize, RandomErasing" in text and "one program of 3 slots" in text
+    single = gpuprefetch.explain([gpuprefetch.Resize((16, 16)), v2.RandomInvert()])
+    assert "one program of 1 slot, " in single
     slow = [gpuprefetch.Resize((16, 16)), v2.GaussianNoise()]
     assert "image by image" in gpuprefetch.explain(slow)
 

@@ -57,7 +57,7 @@ SMALL = {
     "doctor(loader, step)": "doctor(loader, step, seconds=0.01, tune=False)",
 }
 BLOCK = re.compile(
-    r"(?P<mark><!-- not run: .+ -->\n)?```(?P<language>python|diff)\n(?P<source>.*?)```"
+    r"(?P<mark><!-- not run: [^\n]+ -->\n)?```(?P<language>python|diff)\n(?P<source>.*?)```"
     r"(?:\n\n```text\n(?P<output>.*?)```)?",
     flags=re.DOTALL,
 )

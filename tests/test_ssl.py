@@ -45,7 +45,7 @@ def test_a_batch_has_the_views_of_its_method(train, folder, method, local):
     assert all(view.isfinite().all() and view.std() > 0.1 for view in views)
 
 
-@pytest.mark.parametrize(("method", "epochs"), [("simclr", 8), ("dino", 3)])
+@pytest.mark.parametrize(("method", "epochs"), [("simclr", 10), ("dino", 3)])
 def test_it_trains(train, folder, method, epochs, tmp_path):
     checkpoint = tmp_path / "backbone.pt"
     words = [*TINY, f"--epochs={epochs}", "--batch-size=20", "--workers=0"]

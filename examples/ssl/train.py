@@ -70,7 +70,8 @@ def train(args):
     total = args.epochs * steps
     done = 0
     losses = []
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total, pct_start=0.1)
+    warmup = 0.2 if total == 10 else 0.1  # with one step of warm-up OneCycleLR divides by zero
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total, pct_start=warmup)
     begin = time.perf_counter()
     for epoch in range(args.epochs):
         mean = torch.zeros((), device=loader.device)

@@ -70,10 +70,11 @@ def _refuse_splits(root: str, samples: list[tuple[str, int]], classes: list[str]
         return
     deep = all(Path(path).relative_to(root).parts[1:-1] for path, _ in samples)
     if deep:
-        first = Path(root) / classes[0]
+        split = next((name for name in classes if name.lower().startswith("train")), classes[0])
+        one = str(Path(root) / split)
         raise ValueError(
             f"{root!r} has the splits {', '.join(classes)}, which would become the classes. Take "
-            f"one of them: EncodedImageFolder({str(first)!r}). If they are classes, put their "
+            f"one of them: EncodedImageFolder({one!r}). If they are classes, put their "
             "files into them without another folder in between."
         )
 

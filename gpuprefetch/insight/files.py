@@ -75,7 +75,8 @@ class FilesReport(Printed):
         if self.bad:
             lines = [f"{self.folder}: {len(self.bad):,} of {self.pictures:,} pictures are bad"]
             lines += [columns((bad.path, bad.reason) for bad in self.bad)]
-            lines += ['accelerate(loader, on_error="skip") leaves out those that can be opened.']
+            lines += ['accelerate(loader, on_error="skip") trains without them.']
+            lines[-1] += " A file that cannot be opened stays an error."
         if self.others:
             most = sorted(self.others.items(), key=lambda item: (-item[1], item[0]))[:NAMED]
             named = ", ".join(f"{count:,} {ending or 'without one'}" for ending, count in most)

@@ -28,7 +28,7 @@ _READ = {
     "RandomCrop": {"size", "padding", "pad_if_needed", "fill", "padding_mode"},
 }
 _SAME = (
-    "Take torchvision's own crop, or let the workers decode, and run all up to it: "
+    "Take torchvision's own crop, or let the workers decode and run everything up to it: "
     "accelerate(loader, keep_unknown=True)."
 )
 

@@ -93,7 +93,7 @@ IN_DATASET = (
     "call it in the dataset, on the decoded image, with all ops before it and up to the crop"
 )
 _IN_WORKERS = (
-    "let the workers decode, and run all up to it and the crop: accelerate(loader, "
+    "let the workers decode and run everything up to it, and up to the crop: accelerate(loader, "
     "keep_unknown=True)"
 )
 _UNKNOWN = Form()
@@ -243,7 +243,7 @@ def without_form(ops: Sequence[Transform]) -> tuple[list[Transform], PatchForm |
 def _checked(transforms: Transforms) -> list[Transform]:
     """The transforms of a list, without the Compose around some."""
     given = opened(transforms)
-    if not isinstance(given, Sequence | None):
+    if isinstance(given, str) or not isinstance(given, Sequence | None):
         raise TypeError(
             f"transforms takes a list of modules and callables, got {type(given).__name__}. "
             "Write transforms=[RandomResizedCrop(224), v2.RandomHorizontalFlip()]."

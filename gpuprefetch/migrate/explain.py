@@ -170,7 +170,8 @@ def _how(view: View, position: int) -> str:
     """How a transform after the fused ones runs, and why it is not one of them."""
     transform = view.tail[position]
     if isinstance(transform, PerImage):
-        return f"one program of {transform.slots} slots, a draw for each image"
+        slots = "1 slot" if transform.slots == 1 else f"{transform.slots} slots"
+        return f"one program of {slots}, a draw for each image"
     if isinstance(transform, RandomCrops):
         return "one launch, a draw for each image"
     if type(transform) in (Loop, Each):
