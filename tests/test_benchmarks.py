@@ -1625,7 +1625,7 @@ def test_the_rows_of_what_was_checked():
         "points (-0.6 to 1.9; allowed: 5); R and B swapped: noticed |",
         " crop and flip, 30 epochs, 713 for validation, 3 seeds | NOT KNOWN TO BE AS GOOD; ",
         "| test suite, GPU, 60 files | 3,100 passed, 2 failed, 7 skipped |",
-        "| test suite, test_a.py | 2 FAILED |",
+        "| test suite, test_a.py | [2 FAILED](#the-test-suite) |",
     ):
         assert text in block
     assert correctness.block([machine("a.json", [])]) == ""

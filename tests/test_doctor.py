@@ -155,7 +155,7 @@ def test_a_loop_above_its_ceiling_is_to_be_measured_again(slow):
         latest[:] = labels
 
     def told(report):
-        return sum("doctor(loader, step, seconds=0.3)" in note for note in report.notes)
+        return sum("seconds=0.3 or --seconds 0.3" in note for note in report.notes)
 
     loader = loader_of(Slow(0.0), 0)
     report = report_that(lambda report: told(report) == slow, loader, step, seconds=0.1)

@@ -374,7 +374,8 @@ class _Clinic:
         if is_doubtful(ceiling.rate, loop.rate, tried):
             self.notes.append(
                 "the step was slower alone than with a loader, so that other work came between: "
-                f"measure again, doctor(loader, step, seconds={3 * self.seconds:g})"
+                f"measure for longer, with seconds={3 * self.seconds:g} or --seconds "
+                f"{3 * self.seconds:g}"
             )
         self._note(loader, found, count)
         workers = loader.num_workers

@@ -122,7 +122,7 @@ def accuracy_rows(result: Result) -> Iterator[Row]:
 def suite_rows(result: Result) -> Iterator[Row]:
     """A row of a file that failed; the others are in :func:`suite_row`."""
     if result["failed"]:
-        yield f"test suite, {result['file']}", f"{result['failed']} FAILED"
+        yield f"test suite, {result['file']}", f"[{result['failed']} FAILED](#the-test-suite)"
 
 
 def suite_row(document: dict[str, Any]) -> Row:
