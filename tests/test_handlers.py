@@ -14,7 +14,7 @@ from fakes import assert_same_batches
 from pictures import draw, encode, write_folder
 from PIL import Image, UnidentifiedImageError
 from PIL.Image import open as imopen
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.datasets import ImageFolder
 from torchvision.io import decode_image
 from torchvision.transforms import v2
@@ -459,6 +459,56 @@ def test_an_error_that_the_dataset_hands_on_is_for_on_error(paths, tmp_path, kin
     ((_, labels),) = skipping
     assert labels.tolist() == [0, 2, 3, 4]
     assert [Path(bad.path).name for bad in skipping.bad_images] == ["odd.jpg"]
+
+
+class LeavingOut(Own):
+    def __getitem__(self, index):
+        try:
+            return super().__getitem__(index)
+        except OSError:
+            return None
+
+
+class LeavingOutInItems(LeavingOut):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class NothingInAPair(Own):
+    def __getitem__(self, index):
+        try:
+            return super().__getitem__(index)
+        except OSError:
+            return None, index
+
+
+def present(samples):
+    return default_collate([each for each in samples if each is not None and each[0] is not None])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [LeavingOut, LeavingOutInItems, NothingInAPair])
+def test_a_sample_without_an_image_for_a_bad_file_is_for_on_error(paths, tmp_path, kind, workers):
+    """The collate function leaves it out, and gets no None here, where each sample has an image."""
+    (tmp_path / "first.jpg").write_bytes(BAD["text"])
+    files = [str(tmp_path / "first.jpg"), *among(paths, BAD["truncated"], tmp_path)]
+    loader = DataLoader(kind(files), 3, collate_fn=present, num_workers=workers)
+    skipping = accelerate(loader, **CPU, on_error="skip")
+    assert_same_batches(loader, skipping, atol=LEVEL, rtol=0)
+    assert [Path(bad.path).name for bad in skipping.bad_images] == ["first.jpg", "odd.jpg"]
+    with pytest.raises(BadImageError, match=r"first\.jpg"):
+        list(accelerate(loader, **CPU))
+
+
+def test_a_dataset_around_one_that_gives_none_goes_on(paths, tmp_path):
+    class Next(Around):
+        def __init__(self, paths):
+            self.dataset = LeavingOut(paths)
+
+        def __getitem__(self, index):
+            return self.dataset[index] or self[index + 1]
+
+    held(Next(among(paths, BAD["truncated"], tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["text", "truncated", "truncated PNG"])

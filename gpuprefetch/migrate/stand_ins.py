@@ -693,8 +693,8 @@ def read_sample(get: Callable[[], Sample], who: str, key: object, ways: str = TW
     read = functools.partial(_attempt, get, who, key, ways)
     with reading:
         tried = read(keeps_back=False)
-        if tried.error is not None and tried.error is tried.raised:
-            # The dataset does not go on, and the prefetcher decides on the bad file.
+        if tried.leaves_out_an_image(key):
+            # The dataset has nothing for the bad file, and the prefetcher decides on it.
             again = read(keeps_back=True)
             tried = again if again.error is None else tried
     if tried.error is not None:
@@ -714,6 +714,13 @@ class _Tried(NamedTuple):
     sample: Sample
     error: Exception | None
     raised: Exception | None
+
+    def leaves_out_an_image(self, key: object) -> bool:
+        """Whether the dataset got an error for a bad file, and handed it on, or gave no image."""
+        if self.raised is None or self.error is not None:
+            return self.raised is not None and self.error is self.raised
+        several = isinstance(key, list) and isinstance(self.sample, list)
+        return any(image_of(each) is None for each in (self.sample if several else [self.sample]))
 
 
 def _attempt(
