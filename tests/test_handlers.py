@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import gc
 import io
 import itertools
 import warnings
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -644,6 +646,75 @@ def test_no_library_refuses_a_damaged_jpeg_for_the_gpu(seed):
                 image.load()
             decode_image(torch.frombuffer(data, dtype=torch.uint8))
     assert whole > 50
+
+
+class Holding(Own):
+    """Has something in a variable."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.held = []
+
+    def __getitem__(self, index):
+        local = np.array(index)
+        self.held.append(weakref.ref(local))
+        return self.transform(self.read(index)), local.item()
+
+
+class HoldingAndCatching(Holding):
+    def read(self, index):
+        try:
+            return super().read(index)
+        except OSError as error:
+            return Image.new("RGB", (40, 40), (len(str(error)), 8, 7))
+
+
+class HoldingAndGivingNone(Holding):
+    def __getitem__(self, index):
+        try:
+            return super().__getitem__(index)
+        except OSError:
+            return None
+
+
+class HoldingAndRaising(Holding):
+    def __getitem__(self, index):
+        try:
+            return super().__getitem__(index)
+        except OSError as error:
+            raise AnError from error
+
+
+class HoldingATensor(Holding):
+    def read(self, index):
+        return decode_image(self.paths[index], "RGB")
+
+
+class HoldingATensorAndCatching(HoldingATensor):
+    def read(self, index):
+        try:
+            return super().read(index)
+        except RuntimeError:
+            return torch.zeros(3, 40, 40, dtype=torch.uint8)
+
+
+HOLDING = [Holding, HoldingAndCatching, HoldingAndGivingNone, HoldingAndRaising]
+
+
+@pytest.mark.parametrize("name", ["text", "truncated", "truncated PNG", "progressive"])
+@pytest.mark.parametrize("kind", [*HOLDING, HoldingATensor, HoldingATensorAndCatching])
+def test_what_a_dataset_has_in_variables_is_freed_at_once(paths, tmp_path, kind, name):
+    dataset = kind(among(paths, (BAD | GOOD)[name], tmp_path))
+    view = encoded_view(dataset, [v2.ToImage(), *OPS], [])
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(AnError):
+            view[1]
+        assert dataset.held
+        assert all(each() is None for each in dataset.held)
+    finally:
+        gc.enable()
 
 
 # --- what may be caught ---------------------------------------------------------------------------
