@@ -274,8 +274,10 @@ def _version() -> str:
 
 def _show(text: object) -> None:
     """Print the result, of which a reader such as ``head`` may want less."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
-        print(text, flush=True)
+        # A name may have what the output cannot show, as bytes that are no text.
+        print(str(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except OSError as error:
         # Python flushes once more when it ends, and would fail once more.
         with Path(os.devnull).open("wb") as nothing:

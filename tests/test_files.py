@@ -1,7 +1,10 @@
 """check names every file that no loader could decode, and no other one."""
 
+import io
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 from pictures import draw, write_folder
@@ -107,3 +110,78 @@ def test_a_folder_without_pictures_is_an_error(tmp_path, capsys):
     for folder, words in ((tmp_path, "no pictures in"), (tmp_path / "gone", "there is no folder")):
         assert main(["check", str(folder), "--device", "cpu"]) == 2
         assert words in capsys.readouterr().err
+    (tmp_path / "file.jpg").write_bytes(b"")
+    assert main(["check", str(tmp_path / "file.jpg"), "--device", "cpu"]) == 2
+    assert "file.jpg: it is a file." in capsys.readouterr().err
+
+
+@pytest.fixture
+def closed(monkeypatch):
+    """Folders of this name cannot be listed, not even by root."""
+    scandir = os.scandir
+
+    def scan(folder="."):
+        if os.fspath(folder).endswith("closed"):
+            raise PermissionError(13, "Permission denied", os.fspath(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    return "closed"
+
+
+def test_a_folder_that_cannot_be_listed_is_no_good_one(folder, check, capsys, closed):
+    (folder / "a" / closed).mkdir()
+    (folder / "a" / closed / "bad.jpg").write_bytes(b"bad")
+    code, text = check(folder)
+    assert code == 1
+    assert "cannot be listed" in text
+    assert f"{folder / 'a' / closed}  Permission denied" in text.splitlines()
+    code, text = check(folder, "--json")
+    report = json.loads(text)
+    assert code == 1 and not report["ok"] and not report["bad"]
+    assert report["unlisted"] == {str(folder / "a" / closed): "Permission denied"}
+    assert main(["check", str(folder / "a" / closed), "--device", "cpu"]) == 2
+    assert "Permission denied" in capsys.readouterr().err
+
+
+def test_a_folder_of_nothing_that_can_be_listed(tmp_path, capsys, closed):
+    (tmp_path / closed).mkdir()
+    assert main(["check", str(tmp_path), "--device", "cpu"]) == 2
+    assert "1 of these cannot be listed" in capsys.readouterr().err
+
+
+ODD = [b"two\nlines.jpg", b"red\x1b[31m.jpg", b"no text \xff.jpg", "\u00fc.jpg".encode(), b".jpg"]
+
+
+def test_an_odd_name_is_told_on_a_line_of_its_own(folder, check):
+    paths = [os.fsencode(folder / "a") + b"/" + name for name in ODD]
+    for path in paths:
+        with open(path, "wb") as file:  # noqa: PTH123
+            file.write(b"bad")
+    code, text = check(folder)
+    lines = text.splitlines()
+    assert code == 1 and len(lines) == 1 + len(ODD) + 2
+    assert all("neither a JPEG nor" in line for line in lines[1:-2])
+    assert text.replace("\n", "").isprintable()
+    code, text = check(folder, "--json")
+    assert code == 1
+    found = [os.fsencode(bad["path"]) for bad in json.loads(text)["bad"]]
+    assert sorted(found) == sorted(paths)
+
+
+def test_an_output_that_cannot_show_a_name(folder, check, monkeypatch):
+    (folder / "\u00fc.jpg").write_bytes(b"bad")
+    output = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    assert main(["check", str(folder), "--workers", "0", "--device", "cpu"]) == 1
+    assert rb"\xfc.jpg" in output.buffer.getvalue()
+    monkeypatch.setattr(sys, "stdout", None)  # as where it is closed
+    assert main(["check", str(folder), "--workers", "0", "--device", "cpu"]) == 1
+
+
+def test_nothing_is_said_of_a_loader_that_is_not_the_users(folder):
+    words = ["check", str(folder), "--workers", "0", "--device", "cpu"]
+    command = [sys.executable, "-m", "gpuprefetch", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "can be decoded" in done.stdout
+    assert not done.stderr

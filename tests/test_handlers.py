@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import gc
 import io
 import itertools
 import warnings
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from fakes import assert_same_batches
 from pictures import draw, encode, write_folder
 from PIL import Image, UnidentifiedImageError
 from PIL.Image import open as imopen
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.datasets import ImageFolder
 from torchvision.io import decode_image
 from torchvision.transforms import v2
@@ -461,6 +463,56 @@ def test_an_error_that_the_dataset_hands_on_is_for_on_error(paths, tmp_path, kin
     assert [Path(bad.path).name for bad in skipping.bad_images] == ["odd.jpg"]
 
 
+class LeavingOut(Own):
+    def __getitem__(self, index):
+        try:
+            return super().__getitem__(index)
+        except OSError:
+            return None
+
+
+class LeavingOutInItems(LeavingOut):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class NothingInAPair(Own):
+    def __getitem__(self, index):
+        try:
+            return super().__getitem__(index)
+        except OSError:
+            return None, index
+
+
+def present(samples):
+    return default_collate([each for each in samples if each is not None and each[0] is not None])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [LeavingOut, LeavingOutInItems, NothingInAPair])
+def test_a_sample_without_an_image_for_a_bad_file_is_for_on_error(paths, tmp_path, kind, workers):
+    """The collate function leaves it out, and gets no None here, where each sample has an image."""
+    (tmp_path / "first.jpg").write_bytes(BAD["text"])
+    files = [str(tmp_path / "first.jpg"), *among(paths, BAD["truncated"], tmp_path)]
+    loader = DataLoader(kind(files), 3, collate_fn=present, num_workers=workers)
+    skipping = accelerate(loader, **CPU, on_error="skip")
+    assert_same_batches(loader, skipping, atol=LEVEL, rtol=0)
+    assert [Path(bad.path).name for bad in skipping.bad_images] == ["first.jpg", "odd.jpg"]
+    with pytest.raises(BadImageError, match=r"first\.jpg"):
+        list(accelerate(loader, **CPU))
+
+
+def test_a_dataset_around_one_that_gives_none_goes_on(paths, tmp_path):
+    class Next(Around):
+        def __init__(self, paths):
+            self.dataset = LeavingOut(paths)
+
+        def __getitem__(self, index):
+            return self.dataset[index] or self[index + 1]
+
+    held(Next(among(paths, BAD["truncated"], tmp_path)))
+
+
 @pytest.mark.parametrize("name", ["text", "truncated", "truncated PNG"])
 def test_an_error_of_the_datasets_own_is_that(paths, tmp_path, name):
     dataset = RaisingAnother(among(paths, BAD[name], tmp_path))
@@ -594,6 +646,75 @@ def test_no_library_refuses_a_damaged_jpeg_for_the_gpu(seed):
                 image.load()
             decode_image(torch.frombuffer(data, dtype=torch.uint8))
     assert whole > 50
+
+
+class Holding(Own):
+    """Has something in a variable."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.held = []
+
+    def __getitem__(self, index):
+        local = np.array(index)
+        self.held.append(weakref.ref(local))
+        return self.transform(self.read(index)), local.item()
+
+
+class HoldingAndCatching(Holding):
+    def read(self, index):
+        try:
+            return super().read(index)
+        except OSError as error:
+            return Image.new("RGB", (40, 40), (len(str(error)), 8, 7))
+
+
+class HoldingAndGivingNone(Holding):
+    def __getitem__(self, index):
+        try:
+            return super().__getitem__(index)
+        except OSError:
+            return None
+
+
+class HoldingAndRaising(Holding):
+    def __getitem__(self, index):
+        try:
+            return super().__getitem__(index)
+        except OSError as error:
+            raise AnError from error
+
+
+class HoldingATensor(Holding):
+    def read(self, index):
+        return decode_image(self.paths[index], "RGB")
+
+
+class HoldingATensorAndCatching(HoldingATensor):
+    def read(self, index):
+        try:
+            return super().read(index)
+        except RuntimeError:
+            return torch.zeros(3, 40, 40, dtype=torch.uint8)
+
+
+HOLDING = [Holding, HoldingAndCatching, HoldingAndGivingNone, HoldingAndRaising]
+
+
+@pytest.mark.parametrize("name", ["text", "truncated", "truncated PNG", "progressive"])
+@pytest.mark.parametrize("kind", [*HOLDING, HoldingATensor, HoldingATensorAndCatching])
+def test_what_a_dataset_has_in_variables_is_freed_at_once(paths, tmp_path, kind, name):
+    dataset = kind(among(paths, (BAD | GOOD)[name], tmp_path))
+    view = encoded_view(dataset, [v2.ToImage(), *OPS], [])
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(AnError):
+            view[1]
+        assert dataset.held
+        assert all(each() is None for each in dataset.held)
+    finally:
+        gc.enable()
 
 
 # --- what may be caught ---------------------------------------------------------------------------

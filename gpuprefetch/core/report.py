@@ -34,6 +34,11 @@ def columns(rows: Iterable[Sequence[object]], right: Sequence[int] = ()) -> str:
     return "\n".join(form.format(*row).rstrip() for row in cells)
 
 
+def shown(name: str) -> str:
+    """A file's name as it is, or as Python writes it where it would break a line or a terminal."""
+    return name if name.isprintable() else repr(name)
+
+
 def rate_text(per_second: float) -> str:
     """A rate with three digits at least: on a CPU a large model trains on few images a second."""
     return f"{per_second:.3g}" if per_second < 100 else f"{per_second:,.0f}"

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gpuprefetch.core.device import resolve_device
-from gpuprefetch.core.report import Printed, columns, progress
+from gpuprefetch.core.remarks import unremarked
+from gpuprefetch.core.report import Printed, columns, progress, shown
 from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.encoded import EncodedImage
 from gpuprefetch.images.folder import read_image
@@ -51,6 +52,7 @@ class FilesReport(Printed):
         folder: where they were looked for, with all folders in it.
         pictures: how many there are, by their endings.
         others: ending -> number of the files that were not read, as they have no picture's ending.
+        unlisted: folder -> why it does not say what is in it.
         bad: the pictures that cannot be decoded, by path.
         decoder: what decoded: ``"cuda:0"`` or ``"cpu"``.
     """
@@ -58,30 +60,35 @@ class FilesReport(Printed):
     folder: str
     pictures: int
     others: dict[str, int]
+    unlisted: dict[str, str]
     bad: list[BadImage]
     decoder: str
 
     @property
     def ok(self) -> bool:
-        """Whether all can be decoded."""
-        return not self.bad
+        """Whether all can be decoded, and no folder keeps what is in it to itself."""
+        return not (self.bad or self.unlisted)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything in it, for JSON."""
         return asdict(self) | {"ok": self.ok}
 
     def __str__(self) -> str:
-        lines = [f"{self.folder}: all of {self.pictures:,} pictures can be decoded"]
+        folder = shown(self.folder)
+        lines = [f"{folder}: all of {self.pictures:,} pictures can be decoded"]
         if self.bad:
-            lines = [f"{self.folder}: {len(self.bad):,} of {self.pictures:,} pictures are bad"]
-            lines += [columns((bad.path, bad.reason) for bad in self.bad)]
+            lines = [f"{folder}: {len(self.bad):,} of {self.pictures:,} pictures are bad"]
+            lines += [columns((shown(bad.path), bad.reason) for bad in self.bad)]
             lines += ['accelerate(loader, on_error="skip") trains without them.']
             lines[-1] += " A file that cannot be opened stays an error."
+        if self.unlisted:
+            lines.append("What is in these folders is not known, as they cannot be listed:")
+            lines.append(columns((shown(path), why) for path, why in self.unlisted.items()))
         if self.others:
             most = sorted(self.others.items(), key=lambda item: (-item[1], item[0]))[:NAMED]
-            named = ", ".join(f"{count:,} {ending or 'without one'}" for ending, count in most)
+            endings = [f"{count:,} {shown(ending) or 'without one'}" for ending, count in most]
             more = ", ..." * (len(self.others) > NAMED)
-            lines.append(f"Not read, by their endings: {named}{more}")
+            lines.append(f"Not read, by their endings: {', '.join(endings)}{more}")
         return "\n".join(lines)
 
 
@@ -103,47 +110,59 @@ def check_files(
     Raises:
         FileNotFoundError: where there is no such folder.
         ValueError: where there is no picture in it.
+        OSError: where the folder cannot be listed.
     """
     chosen = resolve_device(device)
-    pictures, others = _found(folder)
+    pictures, others, unlisted = _found(folder)
     if not pictures:
-        raise ValueError(f"no pictures in {folder}, nor in the folders below it.")
+        also = f" {len(unlisted)} of these cannot be listed." if unlisted else ""
+        raise ValueError(f"no pictures in {folder}, nor in the folders below it.{also}")
     loader = DataLoader(
         _Pictures(pictures), batch_size, num_workers=workers, pin_memory=chosen.type == "cuda"
     )
-    with warnings.catch_warnings(), progress("check", len(pictures)) as bar:
+    with warnings.catch_warnings(), unremarked(), progress("check", len(pictures)) as bar:
         warnings.simplefilter("ignore")  # that files are bad is what the report says
         small = Resize((SIDE, SIDE))
         prefetcher = DataPrefetcher(loader, transforms=[small], device=chosen, on_error="skip")
+        good = told = 0
         try:
             for images in prefetcher:
-                bar.update(len(images))
+                good += len(images)
+                done = good + len(prefetcher.bad_images)
+                bar.update(done - told)
+                told = done
         except BadImageError:  # an epoch without one good picture ends so
             pass
-        bar.update(len(prefetcher.bad_images))
+        bar.update(len(pictures) - told)
     bad = sorted(prefetcher.bad_images, key=lambda image: image.path)
-    return FilesReport(str(folder), len(pictures), others, bad, str(chosen))
+    return FilesReport(str(folder), len(pictures), others, unlisted, bad, str(chosen))
 
 
-def _found(folder: Path) -> tuple[list[str], dict[str, int]]:
-    """The pictures below a folder, sorted, and the endings of its other files."""
+def _found(folder: Path) -> tuple[list[str], dict[str, int], dict[str, str]]:
+    """The pictures below a folder, sorted, the endings of its other files, and what has no list."""
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}.")
+        is_file = ": it is a file" if folder.exists() else ""
+        raise FileNotFoundError(f"there is no folder {folder}{is_file}.")
+    os.scandir(folder).close()  # whose error it is
     pictures: list[str] = []
     others = Counter[str]()
+    unlisted: dict[str, str] = {}
     visited: set[Path] = set()
-    for place, below, names in os.walk(folder, followlinks=True):
+
+    def note(error: OSError) -> None:
+        unlisted[str(error.filename)] = str(error.strerror)
+
+    for place, below, names in os.walk(folder, onerror=note, followlinks=True):
         real = Path(place).resolve()
         if real in visited:  # a link to a folder that is read already, or to one above
             below.clear()
             continue
         visited.add(real)
         for name in names:
-            file = Path(place, name)
-            if file.suffix.lower() in IMG_EXTENSIONS:
-                pictures.append(str(file))
+            if name.lower().endswith(IMG_EXTENSIONS):
+                pictures.append(str(Path(place, name)))
             else:
-                others[file.suffix.lower()] += 1
-    return sorted(pictures), dict(others)
+                others[Path(name).suffix.lower()] += 1
+    return sorted(pictures), dict(others), dict(sorted(unlisted.items()))

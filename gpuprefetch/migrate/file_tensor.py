@@ -171,6 +171,10 @@ class ReadFile:
                 self.error = error
         return self.error
 
+    def forget_error(self) -> None:
+        """Do not hold the error, whose traceback holds what holds this."""
+        self.error = None
+
 
 class FileTensor(torch.Tensor):
     """A tensor without pixels, which stands for those of a file."""

@@ -54,8 +54,11 @@ class CurrentSample(threading.local):
             self.hides = []
             self.results = None
             self.index = -1
-            self.raised = None  # its traceback holds the dataset's variables
             self._caller = None
+
+    def forget_error(self) -> None:
+        """Do not hold what the dataset got: its traceback holds the dataset's variables."""
+        self.raised = None
 
     def open(self, stand_in: object) -> None:
         """Note what stands for a file."""

@@ -29,7 +29,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, cast
 
 import numpy as np
 import torch
@@ -692,58 +692,71 @@ def read_sample(get: Callable[[], Sample], who: str, key: object, ways: str = TW
         _know_functions()
     read = functools.partial(_attempt, get, who, key, ways)
     with reading:
-        tried = read(keeps_back=False)
-        if tried.error is not None and tried.error is tried.raised:
-            # The dataset does not go on, and the prefetcher decides on the bad file.
-            again = read(keeps_back=True)
-            tried = again if again.error is None else tried
-    if tried.error is not None:
-        raise tried.error
-    return tried.sample
+        try:
+            return _decided(read, key)
+        finally:
+            current.forget_error()
 
 
-class _Tried(NamedTuple):
-    """What came of reading a sample.
+def _decided(read: Callable[..., Sample], key: object) -> Sample:
+    """The sample that a dataset decides on; what it has none for is for the prefetcher.
 
-    Attributes:
-        sample: None if there is an error.
-        error: of the dataset.
-        raised: the last error of a library for a bad file that the dataset got.
+    No variable here holds an error, whose traceback holds the frames of all callers.
     """
+    try:
+        sample = read(keeps_back=False)
+    except Exception as error:
+        if error is not current.raised:
+            raise
+        with contextlib.suppress(Exception):
+            return read(keeps_back=True)
+        raise
+    if current.raised is not None and _lacks_an_image(sample, key):
+        with contextlib.suppress(Exception):
+            return read(keeps_back=True)
+    return sample
 
-    sample: Sample
-    error: Exception | None
-    raised: Exception | None
+
+def _lacks_an_image(sample: Sample, key: object) -> bool:
+    """Whether a sample has no image, or one of several that were asked for in one call."""
+    several = isinstance(key, list) and isinstance(sample, list)
+    return any(image_of(each) is None for each in (sample if several else [sample]))
 
 
 def _attempt(
     get: Callable[[], Sample], who: str, key: object, ways: str, *, keeps_back: bool
-) -> _Tried:
-    sample = None
-    failed: Exception | None = None
+) -> Sample:
     begun = current.begun(key, _called.__code__, keeps_back=keeps_back)
     with faults as messages, begun as results:
         try:
             sample = _shown(get, who, ways, messages, results)
-            if (left := _error_left(results)) is not None:
-                raise left
-        except Exception as error:
-            failed = error
+            _refuse_left(results)
         finally:
-            raised = current.raised
             for picture in _kept_of(current.opened):
                 if type(picture) is Picture:  # else a module got it, and it is real
                     picture.become_real()
-    if failed is None:
-        for result in results:
-            # The sample has it wherever the dataset has put it, so it stays the same object.
-            kind = ViewPlace if type(result) is LaterView else EncodedImage
-            vars(object)["__class__"].__set__(result, kind)
-    return _Tried(sample, failed, raised)
+            for each in current.opened:
+                if type(each) is ReadFile:
+                    each.forget_error()
+    for result in results:
+        # The sample has it wherever the dataset has put it, so it stays the same object.
+        kind = ViewPlace if type(result) is LaterView else EncodedImage
+        vars(object)["__class__"].__set__(result, kind)
+    return sample
+
+
+def _refuse_left(results: list[Encoded]) -> None:
+    """Raise a library's error for a bad file of a sample, if nothing else would tell of it."""
+    error = _error_left(results)
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # its traceback holds this frame
 
 
 def _error_left(results: list[Encoded]) -> Exception | None:
-    """A library's error for a bad file of a sample, if nothing else would tell of it."""
+    """The error to raise; None if something else tells of it, or there is none."""
     read = [each for each in current.opened if type(each) is ReadFile]
     left = [each.error_left() for each in read]
     if current.hides:
