@@ -56,10 +56,10 @@ from gpuprefetch.migrate.folders import (
 )
 from gpuprefetch.migrate.joint import joint_plan
 from gpuprefetch.migrate.row_functions import WAYS_OF_ROWS, function_of
-from gpuprefetch.migrate.stand_ins import TWO_WAYS
 from gpuprefetch.migrate.taken import opened
 from gpuprefetch.migrate.traced import Chain, LeftTraced, name_of_chain
 from gpuprefetch.migrate.untouched import untouched
+from gpuprefetch.migrate.ways import TWO_WAYS
 from gpuprefetch.policies.known import UnsupportedTransformError, flatten, title
 from gpuprefetch.policies.per_image import Cast, Transform
 from gpuprefetch.prefetcher import DataPrefetcher

@@ -2,7 +2,7 @@
 
 The view shares all state of the dataset. Only what decodes and transforms is another: the
 ``transform`` leaves pictures encoded, or runs the ops that stay in the workers, and pictures are
-:mod:`.stand_ins`. A dataset around others has views of these in their places.
+:mod:`.read_sample`. A dataset around others has views of these in their places.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from gpuprefetch.core.nested import map_leaves
 from gpuprefetch.images.folder import EncodedImageFolder, fault_of
 from gpuprefetch.images.guard import Encoded, UndecodedError, begin_reading
 from gpuprefetch.migrate.faces import stale, with_faces
+from gpuprefetch.migrate.picture import Picture, opened, opened_as_rgb, read_file, read_path
+from gpuprefetch.migrate.read_sample import read_sample, transformed_already
+from gpuprefetch.migrate.result import LeftEncoded
 from gpuprefetch.migrate.row_functions import (
     WAYS_OF_ROWS,
     function_of,
@@ -33,18 +36,7 @@ from gpuprefetch.migrate.row_functions import (
     pipelines_in,
     with_transform,
 )
-from gpuprefetch.migrate.stand_ins import (
-    AS_IT_IS,
-    TWO_WAYS,
-    LeftEncoded,
-    Picture,
-    opened,
-    opened_as_rgb,
-    read_file,
-    read_path,
-    read_sample,
-    transformed_already,
-)
+from gpuprefetch.migrate.ways import AS_IT_IS, TWO_WAYS
 from gpuprefetch.policies.known import flatten, name_of
 from gpuprefetch.policies.per_image import Transform
 from gpuprefetch.policies.timm import from_timm, is_timm

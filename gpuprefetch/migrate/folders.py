@@ -29,19 +29,13 @@ from gpuprefetch.migrate.dataset_view import (
     transform_in,
     view_of,
 )
+from gpuprefetch.migrate.result import LeftEncoded, decodes
 from gpuprefetch.migrate.row_functions import function_of, is_of_rows, without_pipeline
-from gpuprefetch.migrate.stand_ins import (
-    AS_IT_IS,
-    KEPT,
-    SEEDED,
-    TWO_WAYS,
-    LeftEncoded,
-    decodes,
-)
 from gpuprefetch.migrate.taken import Takes, form_of
 from gpuprefetch.migrate.traced import Chain, LeftTraced
 from gpuprefetch.migrate.unseen import seeding_in
 from gpuprefetch.migrate.untouched import untouched
+from gpuprefetch.migrate.ways import AS_IT_IS, KEPT, SEEDED, TWO_WAYS
 from gpuprefetch.policies.known import UnsupportedTransformError, flatten, samples_once
 from gpuprefetch.policies.per_image import Transform
 from gpuprefetch.policies.timm import is_timm

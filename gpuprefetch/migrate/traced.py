@@ -32,11 +32,10 @@ from gpuprefetch.lists.rgb import Modes
 from gpuprefetch.lists.to_tensor import in_torchvision
 from gpuprefetch.migrate.faces import Faces, holds_pipeline
 from gpuprefetch.migrate.file_tensor import FileTensor, ReadFile
-from gpuprefetch.migrate.stand_ins import (
-    IN_WORKERS,
+from gpuprefetch.migrate.picture import Picture
+from gpuprefetch.migrate.result import (
     LaterView,
     LeftEncoded,
-    Picture,
     Result,
     Unusable,
     has_result,
@@ -45,6 +44,7 @@ from gpuprefetch.migrate.stand_ins import (
 )
 from gpuprefetch.migrate.taken import Takes
 from gpuprefetch.migrate.unseen import unseen_in
+from gpuprefetch.migrate.ways import IN_WORKERS
 from gpuprefetch.policies.known import flatten, title, torchvision_class
 from gpuprefetch.policies.registry import LibraryOp
 from gpuprefetch.policies.timm import timm_class
