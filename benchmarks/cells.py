@@ -87,11 +87,16 @@ def _epochs(result: Result) -> list[str]:
         return [f"{result['epochs']} short epochs"]
     files = f"{result['files']:,} photos"
     if result["cold"]:
-        before = "clock_from" not in result
+        before = not _has_one_clock(result)
         return [f"first epoch of {files} from the disk", *[MADE_BEFORE] * before]
     words = [f"epochs of {files}"]
     words += [f"{result['validate']:,} to validate"] * bool(result["validate"])
     return words + ["new workers each"] * (not result["persistent"])
+
+
+def _has_one_clock(result: Result) -> bool:
+    """Whether the clock of a first epoch started before the loader was made, as of every loader."""
+    return not result.get("cold") or "clock_from" in result
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,8 @@ class Cell:
 
         A clock that starts when the loader is there leaves out what some of them read ahead.
         """
-        one_clock = not self.title.endswith(MADE_BEFORE)
+        rounds = [r for m in self.machines for r in m.results.values()]
+        one_clock = all(_has_one_clock(result) for r in rounds for result in r.values())
         return self.version == 1 or (self.noise is not None and one_clock)
 
     @property

@@ -152,7 +152,6 @@ def measure(
             loaders.refuse_engines()
     batches = loaders.Late(column, shared)
     try:
-        loaders.import_modules(column)
         if not cell["cold"]:
             batches.make()
         with stream_of(cell["stream"], shared.device):
@@ -177,7 +176,7 @@ def measure(
 
 def _epochs(
     cell: Cell,
-    batches: loaders.Batches,
+    batches: loaders.Late,
     training: Training,
     settings: loaders.Settings,
     validation: dict[str, Any] | None,
@@ -193,6 +192,7 @@ def _epochs(
                 return clock.run_pass(held_out, training.evaluate, settings.device, ended)
 
     if cell["cold"]:  # what is not of the loader is done before the clock starts
+        loaders.import_modules(batches.spec)
         training.step(*next(iter(loaders.synthetic(settings))))
         clock.synchronize(settings.device)
     found = clock.measure_epochs(
