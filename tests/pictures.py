@@ -7,6 +7,7 @@ import functools
 import io
 import struct
 import zlib
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -118,6 +119,11 @@ def write_folder(root, pictures, ending, **options):
         path.parent.mkdir(exist_ok=True)
         Image.fromarray(picture).save(path, **options)
     return root
+
+
+def files_of(folder):
+    """The paths of a written folder's JPEGs, in the order of its pictures."""
+    return sorted(map(str, folder.glob("*/*.jpg")), key=lambda path: int(Path(path).stem))
 
 
 def read_with_pil(data):

@@ -315,6 +315,20 @@ def test_the_files_of_a_suite_take_turns_with_the_gpus(monkeypatch):
     assert suite.environment(suite.parse(["--cpu"]), 1)["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def test_the_suite_begins_with_what_took_longest(tmp_path, monkeypatch):
+    for name, size in (("quick", 9), ("slow", 1), ("new", 5), ("newer", 7)):
+        (tmp_path / f"test_{name}.py").write_text("#" * size)
+    for run, slow in (("a", 20.0), ("b", 3.0)):  # the longest of its runs counts
+        results = [{"file": "test_slow.py", "seconds": slow}]
+        results += [{"file": "test_quick.py", "seconds": 5.0}]
+        (tmp_path / f"suite-h1-{run}.json").write_text(json.dumps({"results": results}))
+    took = suite.took(tmp_path)
+    assert took == {"test_slow.py": 20.0, "test_quick.py": 5.0}
+    monkeypatch.setattr("suite.took", lambda: took)
+    files = suite.chosen(suite.parse(["--tests", str(tmp_path)]))
+    assert [file.stem for file in files] == ["test_newer", "test_new", "test_slow", "test_quick"]
+
+
 def test_a_suites_file_is_named_by_the_gpu():
     for gpu, name in {
         "NVIDIA H100 80GB HBM3": "h100",

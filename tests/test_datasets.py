@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import OnTheCpu, Split, assert_same_batches
-from pictures import draw, encode_jpeg, write_folder
+from pictures import draw, encode_jpeg, files_of, write_folder
 from PIL import Image, ImageOps
 from PIL.Image import open as open_by_another_name
 from PIL.JpegImagePlugin import JpegImageFile
@@ -71,7 +71,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def paths(folder):
-    return sorted(map(str, folder.glob("*/*.jpg")), key=lambda path: int(Path(path).stem))
+    return files_of(folder)
 
 
 def moved(dataset, pipeline=None, **options):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import assert_same_batches
-from pictures import draw, encode, write_folder
+from pictures import draw, encode, files_of, write_folder
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 from torchcodec import decoders
@@ -57,10 +57,6 @@ TORCHCODECS = ("_source_to_tensor", "_detect_image_format", "_decode_jpeg", "_de
 def folder(tmp_path_factory):
     pictures = [draw(48 + 2 * i, 64, seed=i) for i in range(COUNT)]
     return write_folder(tmp_path_factory.mktemp("folder"), pictures, "jpg", quality=95)
-
-
-def files_of(folder):
-    return sorted(map(str, folder.glob("*/*.jpg")), key=lambda path: int(Path(path).stem))
 
 
 @pytest.fixture(scope="module")

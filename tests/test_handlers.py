@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import assert_same_batches
-from pictures import draw, encode, write_folder
+from pictures import draw, encode, files_of, write_folder
 from PIL import Image, UnidentifiedImageError
 from PIL.Image import open as imopen
 from torch.utils.data import DataLoader, Dataset, default_collate
@@ -73,7 +73,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def paths(folder):
-    return sorted(map(str, folder.glob("*/*.jpg")), key=lambda path: int(Path(path).stem))
+    return files_of(folder)
 
 
 def among(paths, data, folder):
