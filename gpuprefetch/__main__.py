@@ -29,7 +29,7 @@ from gpuprefetch.insight.named import NamedFiles
 class Report(Protocol):
     """What a command gives: ``print`` shows it, and ``ok``, if it has that, tells the exit code."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Everything in it, for JSON."""
 
 
@@ -61,6 +61,10 @@ def _loader(args: argparse.Namespace, policy: str | None = None, **options: Any)
     return DataLoader(NamedFiles(folder), shuffle=True, **options)
 
 
+def _workers(args: argparse.Namespace) -> int:
+    return usable_cores() if args.workers is None else args.workers
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A preview that was written."""
@@ -70,7 +74,7 @@ class Saved:
     height: int
     titles: list[list[str]]  # of each sample
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Everything but the picture, for JSON."""
         return asdict(self)
 
@@ -98,8 +102,7 @@ def _parity(args: argparse.Namespace) -> Report:
 
 
 def _check(args: argparse.Namespace) -> Report:
-    workers = usable_cores() if args.workers is None else args.workers
-    return check_files(args.FOLDER, args.device, workers=workers)
+    return check_files(args.FOLDER, args.device, workers=_workers(args))
 
 
 def _selfcheck(args: argparse.Namespace) -> Report:
@@ -119,10 +122,9 @@ def _doctor(args: argparse.Namespace) -> Report:
             "--model takes a classification model of torchvision, such as resnet50, got "
             f"{name!r}. torchvision.models.list_models(torchvision.models) has their names."
         )
-    workers = usable_cores() if args.workers is None else args.workers
     plain = _loader(
         args,
-        num_workers=workers,
+        num_workers=_workers(args),
         batch_size=args.batch_size or (256 if on_gpu else 32),
         pin_memory=on_gpu,
     )
@@ -133,7 +135,7 @@ def _doctor(args: argparse.Namespace) -> Report:
     model = models.get_model(name).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
-    def step(batch: Any) -> None:
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         images, target = batch
         images = images.to(memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):

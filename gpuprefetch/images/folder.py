@@ -34,14 +34,19 @@ def read_image(path: str | os.PathLike[str], index: int = -1) -> EncodedImage:
     """
     status = os.stat(path)  # noqa: PTH116  # pathlib needs half as long again for a photo
     if fault := fault_of(status):
-        image = EncodedImage(b"", index, os.fspath(path))
-        image._condemn(fault)
-        return image
+        return without_bytes(os.fspath(path), index, fault)
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123
             return EncodedImage(read_open(file, status.st_size), index, os.fspath(path))
     except MemoryError as error:
         raise no_memory(f"the {readable(status.st_size)} of {os.fspath(path)!r}") from error
+
+
+def without_bytes(path: str, index: int, fault: str) -> EncodedImage:
+    """A bad image: a file that is not read, and why."""
+    image = EncodedImage(b"", index, path)
+    image._condemn(fault)
+    return image
 
 
 def fault_of(status: os.stat_result) -> str:

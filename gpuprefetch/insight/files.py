@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -17,7 +16,7 @@ from gpuprefetch.core.remarks import unremarked
 from gpuprefetch.core.report import Printed, columns, progress, shown
 from gpuprefetch.images.bad import BadImage, BadImageError
 from gpuprefetch.images.encoded import EncodedImage
-from gpuprefetch.images.folder import read_image
+from gpuprefetch.images.folder import read_image, without_bytes
 from gpuprefetch.prefetcher import DataPrefetcher
 from gpuprefetch.transforms.head import Resize
 
@@ -39,9 +38,7 @@ class _Pictures(Dataset[EncodedImage]):
         try:
             return read_image(path, index)
         except OSError as error:
-            image = EncodedImage(b"", index, path)
-            image._condemn(f"it cannot be opened: {error.strerror}")
-            return image
+            return without_bytes(path, index, f"it cannot be opened: {error.strerror}")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -50,11 +47,11 @@ class FilesReport(Printed):
 
     Attributes:
         folder: where they were looked for, with all folders in it.
-        pictures: how many there are, by their endings.
+        pictures: how many files have a picture's ending.
         others: ending -> number of the files that were not read, as they have no picture's ending.
         unlisted: folder -> why it does not say what is in it.
         bad: the pictures that cannot be decoded, by path.
-        decoder: what decoded: ``"cuda:0"`` or ``"cpu"``.
+        device: that decoded: ``"cuda:0"`` or ``"cpu"``.
     """
 
     folder: str
@@ -62,14 +59,14 @@ class FilesReport(Printed):
     others: dict[str, int]
     unlisted: dict[str, str]
     bad: list[BadImage]
-    decoder: str
+    device: str
 
     @property
     def ok(self) -> bool:
         """Whether all can be decoded, and no folder keeps what is in it to itself."""
         return not (self.bad or self.unlisted)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Everything in it, for JSON."""
         return asdict(self) | {"ok": self.ok}
 
@@ -124,7 +121,8 @@ def check_files(
         warnings.simplefilter("ignore")  # that files are bad is what the report says
         small = Resize((SIDE, SIDE))
         prefetcher = DataPrefetcher(loader, transforms=[small], device=chosen, on_error="skip")
-        good = told = 0
+        good = 0
+        told = 0
         try:
             for images in prefetcher:
                 good += len(images)

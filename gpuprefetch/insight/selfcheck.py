@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from gpuprefetch.core.device import resolve_device
-from gpuprefetch.core.report import Printed, columns, progress, versions
+from gpuprefetch.core.report import Bar, Printed, columns, progress, versions
 from gpuprefetch.core.streams import handoff, lease_stream, return_stream
 from gpuprefetch.images.decode import DECODERS, ImageDecoder
 from gpuprefetch.images.encoded import EncodedImage
@@ -106,7 +106,9 @@ class SelfcheckReport(Printed):
         }
 
     def __str__(self) -> str:
-        rows: list[list[Any]] = [["backend", "order", "rounds", "reused", "corrupted", "verdict"]]
+        rows: list[list[object]] = [
+            ["backend", "order", "rounds", "reused", "corrupted", "verdict"]
+        ]
         for c in self.checks:
             rows.append([c.backend, c.order, c.rounds, c.reused, c.corrupted, c.verdict])
         if self.ok:
@@ -216,7 +218,7 @@ def _draw_jpegs() -> list[list[EncodedImage]]:
 class _Witness:
     """Where the images of each round lay, and in which rounds a reader saw wrong ones."""
 
-    def __init__(self, rounds: int, bar: Any, cycles: int = SLEEP_CYCLES) -> None:
+    def __init__(self, rounds: int, bar: Bar, cycles: int = SLEEP_CYCLES) -> None:
         self._wrong = torch.zeros(rounds, dtype=torch.bool, device="cuda")
         self._rounds = 0
         self._reused = 0
@@ -267,7 +269,7 @@ class _Delayed(ImageDecoder):
         self._witness.delay([out])
 
 
-def _check_handoff(order: str, pictures: Sequence[torch.Tensor], rounds: int, bar: Any) -> Check:
+def _check_handoff(order: str, pictures: Sequence[torch.Tensor], rounds: int, bar: Bar) -> Check:
     """Made on a side stream, read on the current one; unsafe is without a word of that."""
     witness = _Witness(rounds, bar)
     seen = torch.empty_like(pictures[0])

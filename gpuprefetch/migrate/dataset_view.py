@@ -311,7 +311,7 @@ def _forwarded(slot: MemberDescriptorType, dataset: Dataset) -> property:
 # --- What the view has instead: readers that leave files encoded ---
 
 
-def read_encoded(path: str | os.PathLike[str]) -> Any:
+def read_encoded(path: str | os.PathLike[str]) -> object:
     return opened_as_rgb(read_path(path), path)
 
 

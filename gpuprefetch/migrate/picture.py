@@ -53,6 +53,7 @@ class Picture(_Attributes, Encoded):
         self._is_rgb = is_rgb
         self._real: Image.Image | None = None
         self._loads = is_rgb  # whether the dataset has had PIL decode the picture, by its own view
+        self._fails_late = False  # whether the dataset gets an error from a later call
         self._is_decoded = False  # by PIL, for an error that the dataset might have caught
         self.touched = ""  # by which attribute first
         current.open(self)
@@ -163,7 +164,7 @@ class Picture(_Attributes, Encoded):
             try:
                 self._real = self._open()
             except Exception:
-                current.hide(self)
+                self._fails_late = True
                 raise
         return self._real
 
@@ -172,13 +173,13 @@ class Picture(_Attributes, Encoded):
         real.filename = self._file.path
         return cast("Image.Image", real)
 
-    def judge(self, source: Any) -> None:
+    def judge(self, source: object) -> None:
         """Have PIL open the file: the dataset may catch its error.
 
         Args:
             source: what the dataset opens. It is asked for the error, which names it.
         """
-        if self._file._fault and not os.path.isdir(source):  # noqa: PTH112
+        if self._file._fault and not os.path.isdir(self._file.path):  # noqa: PTH112
             return  # PIL would wait for a FIFO for ever
         with contextlib.suppress(Exception):
             self._real = self._open()
@@ -229,7 +230,7 @@ class Picture(_Attributes, Encoded):
             elif self._loads:
                 real.load()  # PIL has attributes that are of a loaded picture alone, such as im
         except Exception:
-            current.hide(self)
+            self._fails_late = True
             raise
         return real
 
@@ -297,7 +298,7 @@ class Picture(_Attributes, Encoded):
 
         The dataset goes on, though PIL would have raised the error where nothing catches it.
         """
-        if id(self._file.data) not in files:
+        if self._fails_late and id(self._file.data) not in files:
             try:
                 self.as_read()
             except Exception as error:
@@ -362,7 +363,7 @@ class PixelAccess:
 
 _TELL_FIRST = ("JPEG", "MPO")  # their metadata, before their pixels
 # What a stand-in has besides the attributes of its picture.
-_OWN = frozenset({"_file", "_is_decoded", "_is_rgb", "_loads", "_real", "touched"})
+_OWN = frozenset("_fails_late _file _is_decoded _is_rgb _loads _real touched".split())
 
 
 @functools.cache
@@ -414,7 +415,7 @@ def _pil() -> object:
     return Image
 
 
-def _open(fp: Any, mode: str = "r", formats: Any = None) -> Any:
+def _open(fp: Any, mode: str = "r", formats: object = None) -> Any:
     """PIL.Image.open, for a thread that reads a sample of a view."""
     if mode != "r" or formats is not None:
         return _pil_open.original(fp, mode, formats)
@@ -423,21 +424,25 @@ def _open(fp: Any, mode: str = "r", formats: Any = None) -> Any:
     return opened(read_file(fp, getattr(fp, "name", "")), fp)
 
 
-def opened(file: EncodedImage, source: Any) -> Picture:
+def opened(file: EncodedImage, source: object) -> Picture:
     """The picture of a file that a dataset opens: PIL's error, where that may be caught."""
     picture = Picture(file, is_rgb=False)
-    header = file._read_if_jpeg()
-    if not (header is not None and header.plain) and current.may_catch:
+    if _may_be_refused(file):
         picture.judge(source)
     return picture
 
 
-def opened_as_rgb(file: EncodedImage, source: Any) -> Any:
+def opened_as_rgb(file: EncodedImage, source: object) -> object:
     """The same of a file that is converted to RGB at once."""
-    header = file._read_if_jpeg()
-    if not (header is not None and header.plain) and current.may_catch:
+    if _may_be_refused(file):
         return opened(file, source).convert("RGB")
     return Picture(file, is_rgb=True)
+
+
+def _may_be_refused(file: EncodedImage) -> bool:
+    """Whether PIL may not open a file, and the dataset may catch the error."""
+    header = file._read_if_jpeg()
+    return (header is None or not header.plain) and current.may_catch
 
 
 _pil_open = reading.replaces(_pil, "open", _open)

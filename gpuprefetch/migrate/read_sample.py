@@ -122,9 +122,9 @@ def _error_left(results: list[Encoded]) -> Exception | None:
     """The error to raise; None if something else tells of it, or there is none."""
     read = [each for each in current.opened if type(each) is ReadFile]
     left = [each.error_left() for each in read]
-    if current.hides:
-        files = _data_of(results)
-        left += [each.error_left(files) for each in [*current.hides] if type(each) is Picture]
+    files = _data_of(results)
+    pictures = [each for each in current.opened if type(each) is Picture]
+    left += [each.error_left(files) for each in pictures]
     return next(filter(None, left), None)
 
 

@@ -20,7 +20,6 @@ class CurrentSample(threading.local):
 
     def __init__(self) -> None:
         self.opened: list[object] = []  # what stands for files; its ``use`` says what for
-        self.hides: list[object] = []  # of these, whose errors came late
         self.results: list[Encoded] | None = None  # of the transform; None while no sample is read
         self.index = -1  # in its dataset; -1 where that is no integer
         self.since = 0.0  # when it was begun
@@ -51,7 +50,6 @@ class CurrentSample(threading.local):
             yield results
         finally:
             self.opened = []
-            self.hides = []
             self.results = None
             self.index = -1
             self._caller = None
@@ -64,11 +62,6 @@ class CurrentSample(threading.local):
         """Note what stands for a file."""
         if self.results is not None:
             self.opened.append(stand_in)
-
-    def hide(self, stand_in: object) -> None:
-        """Note what has an error of an earlier call, which the dataset gets only now."""
-        if self.results is not None:
-            self.hides.append(stand_in)
 
     @property
     def may_catch(self) -> bool:
